@@ -1,0 +1,188 @@
+"""The configuration of a policy: frozen, small, validated where it is built."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+DEFAULT_BUDGET = 2048
+SHARED_PREFIX_MODES = ("pin",)
+# The keys of `custom_params` that a request may use to override the server's policy.
+REQUEST_KEYS = ("kv_policy", "kv_budget")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence that names what to change."""
+
+
+@dataclass(frozen=True)
+class KVPolicyConfig:
+    """How much of its KV cache a request may keep, and who decides what stays.
+
+    Parameters
+    ----------
+    policy : str
+        Name in the registry of `sglang_beacon.policies`; ``"none"`` keeps everything.
+    budget : int
+        Private tokens at which an eviction is due (``B_max``), per request, layer and KV head.
+    keep_ratio : float
+        Share of the budget that an eviction leaves (``B_min / B_max``), in (0, 1).
+    n_prefix : int
+        First tokens of a request that are never evicted.
+    n_recent : int
+        Newest tokens that are never evicted; also how many recent queries observe.
+    shared_prefix : str
+        ``"pin"``: the prompt that the prefix tree owns stays whole and attached, and the budget
+        counts the request's private tokens.
+    options : Mapping[str, object]
+        The policy's own settings, checked by the policy.
+
+    Raises
+    ------
+    ConfigError
+        If a value has the wrong type or lies outside its range.
+    """
+
+    policy: str = "none"
+    budget: int = DEFAULT_BUDGET
+    keep_ratio: float = 7 / 8
+    n_prefix: int = 4
+    n_recent: int = 16
+    shared_prefix: str = "pin"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, str):
+            raise ConfigError(f"--kv-policy must be a policy's name, not {self.policy!r}.")
+        _require_int("--kv-budget", self.budget, at_least=1)
+        _require_int("n_prefix in --kv-policy-config", self.n_prefix, at_least=0)
+        _require_int("n_recent in --kv-policy-config", self.n_recent, at_least=1)
+        ratio = self.keep_ratio
+        if not _is_number(ratio) or not 0 < ratio < 1:
+            raise ConfigError(
+                f"keep_ratio in --kv-policy-config must lie between 0 and 1, not {ratio!r}."
+            )
+        if self.shared_prefix not in SHARED_PREFIX_MODES:
+            raise ConfigError(
+                f"shared_prefix in --kv-policy-config must be one of "
+                f"{', '.join(SHARED_PREFIX_MODES)}, not {self.shared_prefix!r}."
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.policy != "none"
+
+    def kept(self, page_size: int) -> int:
+        """Private tokens that an eviction leaves: ``keep_ratio * budget``, in whole pages."""
+        return int(self.budget * self.keep_ratio) // page_size * page_size
+
+    def with_request(self, params: Mapping[str, Any]) -> KVPolicyConfig:
+        """Return the configuration of one request, from its ``custom_params``.
+
+        A request that names another policy starts from that policy's own defaults.
+        """
+        policy = params.get("kv_policy", self.policy)
+        budget = params.get("kv_budget", self.budget)
+        if not isinstance(policy, str):
+            raise ConfigError(f"kv_policy must be a policy's name, not {policy!r}.")
+        _require_int("kv_budget", budget, at_least=1)
+        options = self.options if policy == self.policy else {}
+        return replace(self, policy=policy, budget=budget, options=options)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for pickling to child processes and for ``/server_info``."""
+        return {
+            "policy": self.policy,
+            "budget": self.budget,
+            "keep_ratio": self.keep_ratio,
+            "n_prefix": self.n_prefix,
+            "n_recent": self.n_recent,
+            "shared_prefix": self.shared_prefix,
+            "options": dict(self.options),
+        }
+
+
+SHARED_KEYS = ("keep_ratio", "n_prefix", "n_recent", "shared_prefix")
+
+
+def from_flags(
+    policy: str | None,
+    budget: str | int | None,
+    extra: str | Mapping[str, Any] | None,
+) -> KVPolicyConfig:
+    """Build a configuration from the three flags.
+
+    Parameters
+    ----------
+    policy : str or None
+        ``--kv-policy``.
+    budget : str, int or None
+        ``--kv-budget`` in tokens.
+    extra : str, mapping or None
+        ``--kv-policy-config``: a JSON object, or the path of a file that holds one.
+
+    Raises
+    ------
+    ConfigError
+        In one sentence that names the flag. Unknown keys are left in ``options`` for the policy
+        to judge, since only it knows its own.
+    """
+    settings = _read_settings(extra)
+    shared = {key: settings.pop(key) for key in SHARED_KEYS if key in settings}
+    return KVPolicyConfig(
+        policy=policy or "none",
+        budget=DEFAULT_BUDGET if budget is None else _parse_budget(budget),
+        options=settings,
+        **shared,
+    )
+
+
+def reject_unknown(name: str, known: Iterable[str], what: str) -> ConfigError:
+    """The error for a misspelt name, with the nearest valid one."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"it must be one of {', '.join(known)}."
+    return ConfigError(f"{what} {name!r} is unknown: {hint}")
+
+
+def _read_settings(extra: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    flag = "--kv-policy-config"
+    if extra is None:
+        return {}
+    if isinstance(extra, Mapping):
+        return dict(extra)
+    text = extra.strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(extra).read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"{flag} {extra!r} is neither a JSON object nor a readable file ({error.strerror})."
+            ) from None
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{flag} is not valid JSON: {error}.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{flag} must be a JSON object, not {type(settings).__name__}.")
+    return settings
+
+
+def _parse_budget(value: str | int) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"--kv-budget must be a number of tokens, not {value!r}.") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require_int(what: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigError(f"{what} must be an integer of at least {at_least}, not {value!r}.")

@@ -1,0 +1,147 @@
+"""The vocabulary: what the host knows about a request's cache, and what the device is asked to do.
+
+One request's row of KV slots, in row positions (half-open, in tokens)::
+
+    0               pinned              pinned + kept            held
+    |   tree-owned  |   private, kept   |   private, given back   |
+    |   read-only   |   rewritten       |   freed, reusable       |
+
+The prefix tree owns ``[0, pinned)``; nobody writes there. An eviction keeps, per layer and KV
+head, ``kept`` of the private tokens, moves them into the first ``kept`` private slots in position
+order, and gives the rest back. Row positions count what a request *holds*; ``logical`` counts
+what it has *seen*, and is what RoPE positions and stop conditions follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Token counts of one request after its newest token was computed.
+
+    Attributes
+    ----------
+    logical : int
+        Tokens seen since the start; the newest token sits at RoPE position ``logical - 1``.
+    pinned : int
+        Leading row positions owned by the prefix tree; a multiple of the page size.
+    held : int
+        Row positions in use, ``pinned`` included.
+    """
+
+    logical: int
+    pinned: int
+    held: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pinned <= self.held <= self.logical:
+            raise ValueError(f"lengths out of order: {self}")
+
+    @property
+    def private(self) -> int:
+        """Tokens only this request holds: what the budget counts."""
+        return self.held - self.pinned
+
+
+class BufferShape(NamedTuple):
+    """Rows of a query buffer: ``n_beacon`` chosen by FPS, then ``n_recent`` newest."""
+
+    n_beacon: int
+    n_recent: int
+
+    @property
+    def rows(self) -> int:
+        return self.n_beacon + self.n_recent
+
+
+class ObservationPhase(NamedTuple):
+    """Where one request stands in the life of its query buffer (see `runtime.phase`).
+
+    ``filled`` rows are in use; once the beacons are frozen, the last ``recent`` of those rows are
+    the newest tokens' own queries, in order.
+    """
+
+    filled: int = 0
+    frozen: bool = False
+    recent: int = 0
+
+
+NOTHING_OBSERVED = ObservationPhase()
+
+
+@dataclass(frozen=True)
+class EvictionPlan:
+    """One eviction of one request: how many private tokens stay. Which ones, the device decides.
+
+    ``lengths`` are those before the eviction. ``prompt_tokens`` bounds how many of the leading
+    held tokens belong to the prompt (exact for policies that prefer them).
+    """
+
+    lengths: RequestLengths
+    kept: int
+    prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kept < self.lengths.private:
+            raise ValueError(f"an eviction must keep some private tokens and free some: {self}")
+
+    @property
+    def held_after(self) -> int:
+        return self.lengths.pinned + self.kept
+
+    @property
+    def freed(self) -> int:
+        return self.lengths.held - self.held_after
+
+
+@dataclass(frozen=True)
+class RequestPlan:
+    """What one request needs on the device before its next token, in this order.
+
+    1. ``freeze``: FPS over the first ``freeze`` buffer rows (0: nothing to do);
+    2. ``eviction``: score, select, compact, with the queries described by ``observed``;
+    3. ``roll``: FPS over the first ``roll`` buffer rows, after which the last ``carried`` of them
+       stay as recent queries.
+    """
+
+    freeze: int = 0
+    eviction: EvictionPlan | None = None
+    observed: ObservationPhase = NOTHING_OBSERVED
+    roll: int = 0
+    carried: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.eviction is None and not self.freeze and not self.roll
+
+
+class Observations(NamedTuple):
+    """What a policy may look at when it scores the cache of one request in one layer.
+
+    Attributes
+    ----------
+    layer : int
+        Layer index.
+    position : int
+        Logical position of the newest token.
+    prompt_tokens : int
+        Upper bound on how many leading cached tokens belong to the prompt.
+    scale : float
+        Softmax scale of the layer.
+    queries : Tensor [num_query_heads, R, head_dim] float32, or None
+        Observation queries, rotated; None for policies that do not observe.
+    visible : Tensor [R] int64, or None
+        Leading cached tokens each query may attend to.
+    """
+
+    layer: int
+    position: int
+    prompt_tokens: int
+    scale: float
+    queries: torch.Tensor | None = None
+    visible: torch.Tensor | None = None

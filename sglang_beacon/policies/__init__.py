@@ -1,0 +1,32 @@
+"""Eviction policies: one method per module, and the registry that names them."""
+
+from __future__ import annotations
+
+from sglang_beacon.config import KVPolicyConfig, reject_unknown
+from sglang_beacon.policies.base import Policy
+from sglang_beacon.policies.beacon import BeaconPolicy
+from sglang_beacon.policies.random import RandomPolicy
+from sglang_beacon.policies.streaming import StreamingPolicy
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (BeaconPolicy, StreamingPolicy, RandomPolicy)
+}
+POLICY_NAMES = ("none", *POLICIES)
+
+
+def create(config: KVPolicyConfig, page_size: int = 1) -> Policy | None:
+    """Build the policy a configuration names; None for ``"none"``.
+
+    Raises
+    ------
+    ConfigError
+        If the policy or one of its options is unknown, or the budget is below what it needs.
+    """
+    if config.policy not in POLICY_NAMES:
+        raise reject_unknown(config.policy, POLICY_NAMES, "--kv-policy")
+    if not config.enabled:
+        return None
+    return POLICIES[config.policy](config, page_size)
+
+
+__all__ = ["POLICIES", "POLICY_NAMES", "Policy", "create"]

@@ -1,0 +1,110 @@
+"""The interface of a policy, and the mechanics that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_beacon import ops
+from sglang_beacon.config import SHARED_KEYS, ConfigError, KVPolicyConfig, reject_unknown
+from sglang_beacon.core import BufferShape, EvictionPlan, Observations
+
+
+class Policy(ABC):
+    """Decides which of a request's cached tokens stay, per layer and KV head.
+
+    A method overrides `score`; what is always kept, the Top-K and the page rounding live here.
+    The same object serves in the server, the simulator and the benchmarks.
+
+    Class attributes
+    ----------------
+    name : str
+        Name in the registry and on the command line.
+    defaults : Mapping[str, object]
+        Options of the method with their defaults; a value given must have the default's type.
+    """
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
+        self.config = config
+        self.options = self._checked_options(config.options)
+        if config.kept(page_size) < self.least_kept:
+            raise ConfigError(
+                f"--kv-budget {config.budget} is too small for --kv-policy {self.name}: it needs "
+                f"at least {self._least_budget(page_size)} tokens at page size {page_size}."
+            )
+
+    @property
+    def least_kept(self) -> int:
+        """Fewest private tokens an eviction may leave: those always kept, and one to choose."""
+        return self.config.n_prefix + self.config.n_recent + 1
+
+    @property
+    def observes(self) -> BufferShape | None:
+        """Rows of the query buffer that the method needs; None if it looks at no queries."""
+        return None
+
+    @abstractmethod
+    def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
+        """Score the cached tokens of one request in one layer.
+
+        Parameters
+        ----------
+        keys : Tensor [H_kv, N, D]
+            All cached keys in position order, rotated to their own positions.
+        observations : Observations
+
+        Returns
+        -------
+        Tensor [H_kv, N] float32
+            Higher means keep; finite.
+        """
+
+    def keep(
+        self, keys: torch.Tensor, observations: Observations, plan: EvictionPlan
+    ) -> torch.Tensor:
+        """Choose the private tokens that stay.
+
+        Parameters
+        ----------
+        keys : Tensor [H_kv, N, D]
+            As for `score`; ``N = plan.lengths.held``.
+        observations : Observations
+        plan : EvictionPlan
+
+        Returns
+        -------
+        Tensor [H_kv, plan.kept] int64
+            Row positions in ``[pinned, held)``, ascending: the request's first ``n_prefix``
+            tokens as far as they are private, its last ``n_recent``, and the best of the rest.
+        """
+        pinned, held = plan.lengths.pinned, plan.lengths.held
+        private = self.score(keys, observations)[:, pinned:].clone()
+        private[:, : max(self.config.n_prefix - pinned, 0)] = torch.inf
+        private[:, held - pinned - self.config.n_recent :] = torch.inf
+        return ops.select_topk(private, plan.kept) + pinned
+
+    def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        for key, value in given.items():
+            if key not in self.defaults:
+                raise reject_unknown(
+                    key, (*self.defaults, *SHARED_KEYS), "the --kv-policy-config key"
+                )
+            expected = type(self.defaults[key])
+            if type(value) is not expected:
+                raise ConfigError(
+                    f"{key} in --kv-policy-config must be of type {expected.__name__}, "
+                    f"not {value!r}."
+                )
+        return {**self.defaults, **given}
+
+    def _least_budget(self, page_size: int) -> int:
+        budget = self.least_kept
+        while int(budget * self.config.keep_ratio) // page_size * page_size < self.least_kept:
+            budget += 1
+        return budget

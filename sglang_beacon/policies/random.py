@@ -1,0 +1,37 @@
+"""Random eviction of generated tokens: the baseline every scored method has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_beacon.core import Observations
+from sglang_beacon.policies.base import Policy
+
+
+class RandomPolicy(Policy):
+    """Keep the prompt, and a uniform random choice of the generated tokens per head.
+
+    Scores are uniform in [0, 1), one higher for prompt tokens, so that generated tokens go first
+    and a prompt larger than the budget is itself thinned at random. The draw depends on the seed,
+    the layer and the logical position alone: the same request is compressed in the same way at
+    any batch size. Cost: one draw per cached token and eviction.
+
+    Reference: the random baseline with the prompt protected of arXiv 2609.03430.
+    """
+
+    name: ClassVar[str] = "random"
+    defaults: ClassVar[Mapping[str, Any]] = {"seed": 0}
+
+    def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
+        num_heads, num_keys, _ = keys.shape
+        generator = torch.Generator(keys.device)
+        # Distinct odd multipliers keep neighbouring layers and positions apart.
+        generator.manual_seed(
+            self.options["seed"] * 1_000_003 + observations.position * 8_191 + observations.layer
+        )
+        score = torch.rand(num_heads, num_keys, generator=generator, device=keys.device)
+        score[:, : observations.prompt_tokens] += 1
+        return score

@@ -1,0 +1,1 @@
+"""What a request's compression remembers and decides, independent of any engine."""

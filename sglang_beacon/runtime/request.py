@@ -1,0 +1,113 @@
+"""What the host remembers of one request's compression."""
+
+from __future__ import annotations
+
+from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.core import EvictionPlan, ObservationPhase, RequestLengths, RequestPlan
+from sglang_beacon.policies.base import Policy
+from sglang_beacon.runtime import phase as phases
+from sglang_beacon.runtime.planner import plan_token, tokens_still_needed
+from sglang_beacon.runtime.query_buffer import QueryBuffer
+
+
+class RequestState:
+    """Policy, query buffer and counters of one request, from admission to release.
+
+    Attributes
+    ----------
+    config : KVPolicyConfig
+    policy : Policy or None
+        None: the request keeps everything.
+    shape : BufferShape or None
+        Of the query buffer; None when the policy does not observe.
+    buffer : QueryBuffer or None
+        Allocated by whoever computes the request, when the policy observes.
+    phase : ObservationPhase
+        Of the buffer, once all that was launched has run.
+    freed : int
+        Tokens evicted in this life; what the request has seen is what it holds plus these.
+    life : int
+        Counts how often the cache was lost; work planned in an earlier life must not run.
+    evictions, evicted_tokens : int
+        Since the start, across retractions.
+    """
+
+    def __init__(self, config: KVPolicyConfig, policy: Policy | None, page_size: int) -> None:
+        self.config = config
+        self.policy = policy
+        self.shape = policy.observes if policy is not None else None
+        self.page_size = page_size
+        self.evictions = 0
+        self.evicted_tokens = 0
+        self.life = 0
+        self._clear()
+
+    def reset(self) -> None:
+        """Forget the cache: the request was released, or will be computed again."""
+        self.life += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self.buffer: QueryBuffer | None = None
+        self.phase = ObservationPhase()
+        self.observed_prompt = 0
+        self.prompt_tokens = 0
+        self.freed = 0
+
+    def after_prefill(self, computed: int, pinned: int, held: int) -> int:
+        """Note a stretch of ``computed`` prompt tokens.
+
+        Parameters
+        ----------
+        computed : int
+            Tokens computed in this stretch; less than ``held`` when a prefix was cached.
+        pinned, held : int
+            The row once the tree has taken its part of the prompt.
+
+        Returns
+        -------
+        int
+            How many of the newest queries the buffer must keep as recent ones.
+        """
+        self.prompt_tokens = held
+        if self.shape is None:
+            return 0
+        self.observed_prompt += computed
+        self.phase = phases.after_prefill(
+            self.shape, self.observed_prompt, computed, held - pinned, self.config.budget
+        )
+        return self.phase.recent
+
+    def after_token(self) -> int:
+        """Note a decoded token; return the buffer row its query goes to."""
+        assert self.shape is not None
+        row = self.phase.filled
+        self.phase = phases.after_token(self.shape, self.phase)
+        return row
+
+    def plan(self, pinned: int, held: int) -> RequestPlan:
+        """Plan what is due before the next token, and take it as done."""
+        assert self.policy is not None
+        lengths = RequestLengths(held + self.freed, pinned, held)
+        plan, self.phase = plan_token(
+            lengths,
+            self.phase,
+            self.config,
+            self.shape,
+            self.page_size,
+            self.prompt_tokens,
+        )
+        if plan.eviction is not None:
+            self._count(plan.eviction)
+        return plan
+
+    def tokens_still_needed(self, private: int) -> int:
+        """Slots the request may still take beyond ``private`` held ones."""
+        return tokens_still_needed(private, self.config, self.page_size)
+
+    def _count(self, eviction: EvictionPlan) -> None:
+        self.evictions += 1
+        self.evicted_tokens += eviction.freed
+        self.freed += eviction.freed
+        # Prompt tokens come first, and a policy that prefers them keeps all that fit.
+        self.prompt_tokens = min(self.prompt_tokens, eviction.held_after - self.config.n_recent)
