@@ -1,0 +1,166 @@
+"""Everything this project attaches to SGLang, in one table.
+
+``register`` runs in every SGLang process and installs `ENTRY_HOOKS` alone: the flags, and the
+door behind which the rest waits. `LAUNCHER_HOOKS` and `POLICY_HOOKS` are installed when a server
+is started with a policy; without one, nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from sglang_beacon.srt import admission, reporting, scheduler, server_args, worker
+from sglang_beacon.srt.compat import Hook
+
+_SRT = "sglang.srt"
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
+
+ENTRY_HOOKS = (
+    Hook(
+        f"{_SRT}.server_args.ServerArgs.add_cli_args",
+        "after",
+        server_args.add_flags,
+        ("parser",),
+        "declare --kv-policy, --kv-budget and --kv-policy-config",
+    ),
+    Hook(
+        f"{_SRT}.server_args.ServerArgs.from_cli_args",
+        "after",
+        server_args.attach_flags,
+        ("args",),
+        "validate them, and carry them to every process",
+    ),
+    Hook(
+        f"{_SCHEDULER}.__init__",
+        "around",
+        scheduler.start,
+        ("server_args", "port_args"),
+        "check SGLang and install the policy hooks, or do not start",
+    ),
+)
+
+LAUNCHER_HOOKS = (
+    Hook(
+        f"{_SRT}.entrypoints.engine._wait_for_scheduler_ready",
+        "after",
+        server_args.check_schedulers,
+        ("scheduler_pipe_readers",),
+        "refuse a scheduler that does not run the policy",
+    ),
+    Hook(
+        f"{_SRT}.managers.data_parallel_controller.DataParallelController.get_init_info",
+        "after",
+        reporting.add_to_controller_info,
+        ("self",),
+        "pass on what the schedulers of a data-parallel server said",
+    ),
+)
+
+POLICY_HOOKS = (
+    Hook(
+        f"{_SCHEDULER}.get_init_info",
+        "after",
+        reporting.add_to_init_info,
+        ("self",),
+        "tell the launcher which policy this process runs",
+    ),
+    Hook(
+        f"{_SCHEDULER}._add_request_to_queue",
+        "before",
+        scheduler.admit,
+        ("req",),
+        "give a request its policy, or answer 400",
+    ),
+    Hook(
+        f"{_SCHEDULER}.update_running_batch",
+        "before",
+        scheduler.evict,
+        ("batch",),
+        "decide evictions and give slots back, before the next token is allocated",
+    ),
+    Hook(
+        f"{_SRT}.mem_cache.common.release_kv_cache",
+        "after",
+        scheduler.forget,
+        ("req", "tree_cache", "checkpoint"),
+        "drop what was planned for a request that was finished, aborted or retracted",
+    ),
+    Hook(
+        f"{_ADDER}._get_running_request_total_token_offset",
+        "after",
+        admission.cap_running,
+        ("req",),
+        "a running request reserves up to its budget only",
+    ),
+    Hook(
+        f"{_ADDER}.add_one_req",
+        "around",
+        admission.add_capped,
+        ("req",),
+        "a new request reserves up to its budget only",
+    ),
+    Hook(
+        f"{_ADDER}.add_chunked_req",
+        "around",
+        admission.add_capped,
+        ("req",),
+        "so does one whose prompt arrives in chunks",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner._init_post_memory_pool_components",
+        "after",
+        worker.build,
+        ("self",),
+        "find the layers, test de-rotation, before attention backends are built",
+    ),
+    Hook(
+        f"{_SRT}.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "around",
+        worker.run_forward,
+        ("batch",),
+        "move tokens before a forward, take its queries after it",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "after",
+        worker.set_positions,
+        ("batch", "model_runner"),
+        "decode at logical positions",
+    ),
+    Hook(
+        f"{_SRT}.managers.scheduler_components.internal_state"
+        ".SchedulerInternalStateController.get_internal_state",
+        "after",
+        reporting.add_to_internal_state,
+        ("recv_req",),
+        "name the policy in /server_info",
+    ),
+)
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``: install the flags and the door."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in ENTRY_HOOKS:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    register_resolution_hook("handle_other_validations")(server_args.resolve)
+    if platform():
+        from sglang_beacon.srt.cpu_platform import register_defaults
+
+        register_defaults()
+    # Importing the engine takes seconds; whoever builds one has imported it by now.
+    if engine := sys.modules.get(f"{_SRT}.entrypoints.engine"):
+        engine.Engine.server_args_class = staticmethod(server_args.make_engine_args)
+
+
+def platform() -> str | None:
+    """Entry point of the group ``sglang.srt.platforms``: ours, where there is no accelerator."""
+    import torch
+
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
+        return None
+    return "sglang_beacon.srt.cpu_platform.TorchCpuPlatform"

@@ -1,0 +1,107 @@
+"""Checks that SGLang is what the hooks were written for, installs them, and proves they took.
+
+SGLang logs and swallows a plugin's errors, so a broken hook would mean a server that silently
+keeps the whole cache. Hence three steps, each of which raises: `check` before, `install`, and
+`verify` after, when every call must reach our function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+SGLANG_VERSION = "0.5.23"
+
+
+class Hook(NamedTuple):
+    """One seam: ``kind`` is before, after or around; ``parameters`` are those we rely on."""
+
+    target: str
+    kind: str
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    why: str
+
+
+class IncompatibleError(RuntimeError):
+    """SGLang cannot take the hooks; the message is one sentence."""
+
+
+def problems(hooks: Sequence[Hook]) -> list[str]:
+    """What stands in the way of installing the hooks, one sentence each; empty if nothing."""
+    version = metadata.version("sglang")
+    found = []
+    if version != SGLANG_VERSION:
+        found.append(
+            f"sglang {version} is installed and this release works with {SGLANG_VERSION}: "
+            f"install sglang=={SGLANG_VERSION}, or start without --kv-policy."
+        )
+    for hook in hooks:
+        if problem := problem_of(hook):
+            found.append(problem)
+    return found
+
+
+def problem_of(hook: Hook) -> str | None:
+    """Why one hook cannot be installed, or None."""
+    try:
+        function = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as error:
+        return f"sglang has no {hook.target} ({error}); start without --kv-policy."
+    missing = set(hook.parameters) - set(inspect.signature(function).parameters)
+    if missing:
+        return (
+            f"{hook.target} has no parameter {', '.join(sorted(missing))}; "
+            "start without --kv-policy."
+        )
+    return None
+
+
+def check(hooks: Sequence[Hook]) -> None:
+    """Raise `IncompatibleError` if any hook cannot be installed."""
+    if found := problems(hooks):
+        raise IncompatibleError(" ".join(found))
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Install hooks through SGLang's registry, also on targets another plugin already patched."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    late = [hook for hook in hooks if hook.target in HookRegistry._patched]
+    for hook in hooks:
+        if hook not in late:
+            HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    HookRegistry.apply_hooks()
+    for hook in late:
+        # The registry applies each target once; a second plugin has to wrap what is there.
+        HookRegistry._apply_target(hook.target, [(HookType(hook.kind), hook.function, None)])
+    verify(hooks)
+
+
+def verify(hooks: Sequence[Hook]) -> None:
+    """Raise unless a call of every target reaches our function."""
+    for hook in hooks:
+        installed = pkgutil.resolve_name(hook.target)
+        if not any(function is hook.function for function in _reachable(installed)):
+            raise IncompatibleError(
+                f"the hook on {hook.target} was not installed; start without --kv-policy, or "
+                "remove the other plugin that patches it."
+            )
+
+
+def _reachable(function: Any) -> Iterator[Any]:
+    """A function and everything its wrappers hold on to, outermost first."""
+    seen: set[int] = set()
+    pending = [getattr(function, "__func__", function)]
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        for cell in getattr(current, "__closure__", None) or ():
+            if callable(cell.cell_contents):
+                pending.append(cell.cell_contents)

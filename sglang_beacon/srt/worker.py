@@ -1,0 +1,189 @@
+"""The worker's side: runs planned work before a forward, and takes queries during and after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_beacon import ops
+from sglang_beacon.runtime import compactor
+from sglang_beacon.runtime.compactor import LayerView, Work
+from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.request import RequestState
+from sglang_beacon.srt import rotary
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Stretch(NamedTuple):
+    """Prompt tokens of one request within an extend batch.
+
+    ``begin`` and ``end`` are rows of the batch; ``observed`` queries were folded before; the
+    newest ``recent`` are kept besides.
+    """
+
+    buffer: QueryBuffer
+    begin: int
+    end: int
+    observed: int
+    recent: int
+
+
+class PolicyWorker:
+    """Query capture and compaction for one model runner, all on the forward stream."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.pool = runner.token_to_kv_pool
+        self.device = runner.device
+        self.dtype = runner.dtype
+        self.layers = rotary.find_layers(runner.model)
+        rotary.self_test(self.layers, self.dtype, self.device)
+        # Pinning a prompt that the tree does not take would never free anything of it.
+        self.tree_takes_prompts = not runner.server_args.disable_radix_cache
+        self.page_size = runner.page_size
+        self.pending: list[tuple[RequestState, int, Work]] = []
+        self.stretches: list[Stretch] = []
+        # Queries of the step in flight, [num_layers, rows, H_q, D]; None while nobody observes.
+        self.staged: torch.Tensor | None = None
+
+    # Scheduler thread, before the batch is prepared.
+
+    def enqueue(self, state: RequestState, work: Work) -> None:
+        """Plan work for the next forward, of whatever kind; dropped if the request is released."""
+        self.pending.append((state, state.life, work))
+
+    # Forward stream, around a forward.
+
+    def before_forward(self, batch: ScheduleBatch) -> None:
+        """Run planned work, then make room for the queries of this batch."""
+        if self.pending:
+            live = [work for state, life, work in self.pending if state.life == life]
+            compactor.run(live, self._views())
+            self.pending.clear()
+        self.stretches = []
+        self.staged = None
+        if batch.forward_mode.is_decode():
+            if any(req.kv_policy.buffer is not None for req in batch.reqs):
+                shape = self._query_shape(len(batch.reqs))
+                self.staged = torch.empty(shape, dtype=self.dtype, device=self.device)
+        else:
+            self._note_prompts(batch)
+
+    def after_forward(self, batch: ScheduleBatch) -> None:
+        """Append the queries of a decode step to their requests' buffers."""
+        if self.staged is None:
+            return
+        positions = (batch.orig_seq_lens - 1)[:, None]
+        tables = [layer.table for layer in self.layers]
+        if all(table.cos_sin is tables[0].cos_sin for table in tables):
+            queries = ops.derotate(self.staged, positions, tables[0])
+        else:
+            queries = torch.stack(
+                [ops.derotate(q, positions, t) for q, t in zip(self.staged, tables, strict=True)]
+            )
+        for index, req in enumerate(batch.reqs):
+            state: RequestState = req.kv_policy
+            if state.buffer is not None:
+                state.buffer.append(state.after_token(), queries[:, index])
+        self.staged = None
+
+    # Attention backend, per layer.
+
+    def observe_decode(self, layer_id: int, query: torch.Tensor) -> None:
+        """Take one layer's rotated queries [rows, H_q * D] of a decode step."""
+        if self.staged is not None:
+            self.staged[layer_id].copy_(query.view_as(self.staged[layer_id]))
+
+    def observe_extend(self, layer_id: int, query: torch.Tensor, positions: torch.Tensor) -> None:
+        """Fold one layer's rotated queries [tokens, H_q * D] of a prefill."""
+        if not self.stretches:
+            return
+        layer = self.layers[layer_id]
+        heads, head_dim = layer.attention.tp_q_head_num, layer.attention.qk_head_dim
+        query = query.view(query.shape[0], heads, head_dim)
+        for stretch in self.stretches:
+            rows = slice(stretch.begin, stretch.end)
+            pre = ops.derotate(query[rows], positions[rows, None], layer.table)
+            stretch.buffer.fold_prompt(layer_id, pre, stretch.observed, stretch.recent)
+
+    def _note_prompts(self, batch: ScheduleBatch) -> None:
+        end = 0
+        for req, prefix, extend in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
+            begin, end = end, end + extend
+            state: RequestState = req.kv_policy
+            held = prefix + extend
+            observed = state.observed_prompt
+            recent = state.after_prefill(extend, self._foreseen_pinned(req, held), held)
+            if state.shape is None:
+                continue
+            if state.buffer is None:
+                layers, _, heads, head_dim = self._query_shape(1)
+                state.buffer = QueryBuffer(
+                    state.shape, layers, heads, head_dim, self.dtype, self.device
+                )
+            self.stretches.append(Stretch(state.buffer, begin, end, observed, recent))
+
+    def _foreseen_pinned(self, req: Req, held: int) -> int:
+        """What the tree will own of a prompt once its prefill has been processed."""
+        if not self.tree_takes_prompts or req.skip_radix_cache_insert:
+            return req.kv.cache_protected_len
+        return held // self.page_size * self.page_size
+
+    def _query_shape(self, rows: int) -> tuple[int, int, int, int]:
+        attention = self.layers[0].attention
+        return len(self.layers), rows, attention.tp_q_head_num, attention.qk_head_dim
+
+    def _views(self) -> list[LayerView]:
+        return [
+            LayerView(
+                self.pool.get_key_buffer(index),
+                self.pool.get_value_buffer(index),
+                layer.attention.scaling,
+                layer.table,
+            )
+            for index, layer in enumerate(self.layers)
+        ]
+
+
+def build(result: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:
+    """After a model runner has its KV pool, and before its attention backends are built."""
+    runner.kv_policy = PolicyWorker(runner)
+
+
+def run_forward(
+    original: Callable[..., Any],
+    worker: TpModelWorker,
+    batch: ScheduleBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around `TpModelWorker.forward_batch_generation`, which runs on the forward stream."""
+    policy: PolicyWorker = worker.model_runner.kv_policy
+    policy.before_forward(batch)
+    result = original(worker, batch, *args, **kwargs)
+    policy.after_forward(batch)
+    return result
+
+
+def set_positions(
+    forward_batch: ForwardBatch, cls: type, batch: ScheduleBatch, *args: Any, **kwargs: Any
+) -> None:
+    """After `ForwardBatch.init_new`: a decoded token sits at its logical position.
+
+    SGLang derives it from the held length; the logical one is kept beside it, for long-context
+    models, and is all that an eviction leaves alone.
+    """
+    if forward_batch.forward_mode.is_decode():
+        logical = batch.orig_seq_lens.to(forward_batch.positions.dtype)
+        forward_batch.positions = (logical - 1).clamp_min(0)
