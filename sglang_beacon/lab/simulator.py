@@ -1,0 +1,269 @@
+"""The reference: policies on a plain Hugging Face model, by masks over a cache that keeps it all.
+
+Nothing is moved or freed here. Per layer and KV head a list of positions says which tokens are
+still visible, and attention is computed over those; queries are taken before RoPE from the model
+itself. When and how much is evicted follows the same planner as in the server, and what stays is
+chosen by the same policy objects, so a server whose slots, lengths, rotations and captures are
+right produces the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+from sglang_beacon import policies
+from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.core import EvictionPlan
+from sglang_beacon.ops.rope import RopeTable
+from sglang_beacon.runtime.compactor import observe
+from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.request import RequestState
+
+
+@dataclass
+class Simulation:
+    """One simulated generation.
+
+    Attributes
+    ----------
+    tokens : list[int]
+        Generated tokens.
+    held : list[int]
+        Tokens held per layer and head when each of them was computed.
+    kept : list[Tensor [num_layers, H_kv, held_after] int64]
+        Logical positions that survived each eviction.
+    logprobs : list[float]
+        Of the generated tokens.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Simulator:
+    """Runs a policy on a Hugging Face decoder of the Llama or Qwen kind.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In eval mode; float32 where the result is compared with a server.
+    config : KVPolicyConfig
+    page_size : int
+        Of the server to agree with.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: KVPolicyConfig, page_size: int = 1) -> None:
+        self.model = model
+        self.config = config
+        self.page_size = page_size
+        self.policy = policies.create(config, page_size)
+        self.layers = list(model.get_decoder().layers)
+        self.table = _rope_table(model)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        chunk_size: int | None = None,
+        cached: int = 0,
+        prompt_in_tree: bool = True,
+    ) -> Simulation:
+        """Generate greedily.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+        max_new_tokens : int
+        chunk_size : int or None
+            Prompt tokens per prefill chunk; None: all at once.
+        cached : int
+            Leading prompt tokens that a server would find in its prefix tree: their queries are
+            not seen.
+        prompt_in_tree : bool
+            Whether the tree takes the prompt, so that its whole pages are pinned.
+        """
+        run = _Run(self, prompt_in_tree)
+        bounds = [0, *range(cached, len(prompt), chunk_size or len(prompt)), len(prompt)]
+        bounds = sorted(set(bounds))
+        logits = None
+        with run.attending():
+            for begin, end in pairwise(bounds):
+                logits = run.prefill(prompt[begin:end], observe=begin >= cached)
+            for _ in range(max_new_tokens - 1):
+                run.take(logits)
+                logits = run.decode()
+            run.take(logits)
+        return run.result
+
+
+class _Run:
+    """One request: the full cache, what of it is visible, and the request's state."""
+
+    def __init__(self, simulator: Simulator, prompt_in_tree: bool) -> None:
+        self.sim = simulator
+        self.state = RequestState(simulator.config, simulator.policy, simulator.page_size)
+        self.prompt_in_tree = prompt_in_tree
+        self.cache = DynamicCache()
+        self.result = Simulation()
+        self.length = 0
+        self.pinned = 0
+        # Per layer [H_kv, held] int64: logical positions still visible, ascending.
+        self.visible: list[torch.Tensor] = []
+        self.queries: list[torch.Tensor] = [torch.empty(0)] * len(simulator.layers)
+        config = simulator.model.config
+        self.num_kv_heads = config.num_key_value_heads
+        self.num_heads = config.num_attention_heads
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Route the model's attention through `_attend`, and its queries to us."""
+        model = self.sim.model
+        before = model.config._attn_implementation
+        AttentionInterface.register("beacon_simulator", self._attend)
+        hooks = [
+            _query_module(layer).register_forward_hook(self._take_queries(index))
+            for index, layer in enumerate(self.sim.layers)
+        ]
+        model.config._attn_implementation = "beacon_simulator"
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
+            for hook in hooks:
+                hook.remove()
+
+    def prefill(self, tokens: Sequence[int], observe: bool) -> torch.Tensor:
+        logits = self._forward(tokens)
+        if self.prompt_in_tree:
+            self.pinned = self.length // self.sim.page_size * self.sim.page_size
+        if not observe:
+            return logits
+        observed = self.state.observed_prompt
+        recent = self.state.after_prefill(len(tokens), self.pinned, self.length)
+        if self.state.shape is not None:
+            if self.state.buffer is None:
+                self.state.buffer = self._new_buffer()
+            for index, queries in enumerate(self.queries):
+                self.state.buffer.fold_prompt(index, queries, observed, recent)
+        return logits
+
+    def decode(self) -> torch.Tensor:
+        logits = self._forward(self.result.tokens[-1:])
+        self.result.held.append(self.visible[0].shape[1])
+        if self.state.buffer is not None:
+            self.state.buffer.append(
+                self.state.after_token(), torch.stack([q[0] for q in self.queries])
+            )
+        if self.state.policy is not None:
+            self._follow_plan()
+        return logits
+
+    def take(self, logits: torch.Tensor) -> None:
+        token = int(logits.argmax())
+        self.result.tokens.append(token)
+        self.result.logprobs.append(float(logits.log_softmax(-1)[token]))
+
+    def _follow_plan(self) -> None:
+        plan = self.state.plan(self.pinned, self.visible[0].shape[1])
+        buffer = self.state.buffer
+        if plan.freeze and buffer is not None:
+            buffer.compress(plan.freeze)
+        if plan.eviction is not None:
+            for index in range(len(self.sim.layers)):
+                self.visible[index] = self._survivors(index, plan.eviction, plan.observed)
+            self.result.kept.append(torch.stack(self.visible))
+        if plan.roll and buffer is not None:
+            buffer.compress(plan.roll, plan.carried)
+
+    def _survivors(self, index: int, eviction: EvictionPlan, phase: Any) -> torch.Tensor:
+        attention = self.sim.layers[index].self_attn
+        visible = self.visible[index]
+        cached = self.cache.layers[index].keys[0]
+        keys = cached.gather(1, visible[..., None].expand(-1, -1, cached.shape[-1]))
+        seen = observe(index, self.sim.table, attention.scaling, eviction, phase, self.state.buffer)
+        assert self.sim.policy is not None
+        keep = self.sim.policy.keep(keys, seen, eviction)
+        pinned = torch.arange(eviction.lengths.pinned).expand(keep.shape[0], -1)
+        return visible.gather(1, torch.cat((pinned, keep), dim=1))
+
+    def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
+        new = torch.arange(self.length, self.length + len(tokens))
+        self.length += len(tokens)
+        added = new.expand(self.num_kv_heads, -1)
+        if not self.visible:
+            self.visible = [added] * len(self.sim.layers)
+        else:
+            self.visible = [torch.cat((v, added), dim=1) for v in self.visible]
+        output = self.sim.model(
+            input_ids=torch.tensor([list(tokens)]),
+            position_ids=new[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.logits[0, -1].float()
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of [1, H, n, D] queries over the visible part of a [1, H_kv, N, D] cache."""
+        num_new, num_cached = query.shape[2], key.shape[2]
+        position = torch.arange(num_cached)
+        mask = torch.zeros(self.num_kv_heads, num_cached, dtype=torch.bool)
+        mask.scatter_(1, self.visible[module.layer_idx], True)
+        causal = position[None] <= position[num_cached - num_new :, None]
+        group = self.num_heads // self.num_kv_heads
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, 1),
+            value.repeat_interleave(group, 1),
+            attn_mask=(mask[:, None] & causal).repeat_interleave(group, 0),
+            scale=scaling,
+        )
+        return output.transpose(1, 2), None
+
+    def _take_queries(self, index: int) -> Any:
+        def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            head_dim = output.numel() // output.shape[1] // self.num_heads
+            self.queries[index] = output.detach().view(-1, self.num_heads, head_dim)
+
+        return hook
+
+    def _new_buffer(self) -> QueryBuffer:
+        _, heads, head_dim = self.queries[0].shape
+        assert self.state.shape is not None
+        return QueryBuffer(
+            self.state.shape, len(self.sim.layers), heads, head_dim, self.sim.model.dtype, "cpu"
+        )
+
+
+def _query_module(layer: torch.nn.Module) -> torch.nn.Module:
+    """The module whose output is a layer's queries right before RoPE."""
+    attention = layer.self_attn
+    return attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
+
+
+def _rope_table(model: PreTrainedModel) -> RopeTable:
+    """The model's rotary table, as SGLang lays it out: cosines, then sines."""
+    rotary = model.get_decoder().rotary_emb
+    positions = torch.arange(model.config.max_position_embeddings)[None]
+    cos, sin = rotary(torch.zeros(1), positions)
+    half = cos.shape[-1] // 2
+    return RopeTable(torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1), neox=True)
