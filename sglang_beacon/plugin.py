@@ -1,8 +1,9 @@
 """Everything this project attaches to SGLang, in one table.
 
 ``register`` runs in every SGLang process and installs `ENTRY_HOOKS` alone: the flags, and the
-door behind which the rest waits. `LAUNCHER_HOOKS` and `POLICY_HOOKS` are installed when a server
-is started with a policy; without one, nothing else is touched.
+door behind which the rest waits (a data-parallel controller also gets its one). `LAUNCHER_HOOKS`
+and `POLICY_HOOKS` are installed when a server is started with a policy; without one, nothing else
+is touched.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from sglang_beacon.srt.compat import Hook
 
 _SRT = "sglang.srt"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_CONTROLLER = f"{_SRT}.managers.data_parallel_controller"
 _ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
 
 ENTRY_HOOKS = (
@@ -49,8 +51,11 @@ LAUNCHER_HOOKS = (
         ("scheduler_pipe_readers",),
         "refuse a scheduler that does not run the policy",
     ),
+)
+
+CONTROLLER_HOOKS = (
     Hook(
-        f"{_SRT}.managers.data_parallel_controller.DataParallelController.get_init_info",
+        f"{_CONTROLLER}.DataParallelController.get_init_info",
         "after",
         reporting.add_to_controller_info,
         ("self",),
@@ -140,19 +145,28 @@ POLICY_HOOKS = (
 )
 
 
+ALL_HOOKS = {
+    "always": ENTRY_HOOKS,
+    "data-parallel controller": CONTROLLER_HOOKS,
+    "launcher, with a policy": LAUNCHER_HOOKS,
+    "scheduler, with a policy": POLICY_HOOKS,
+}
+
+
 def register() -> None:
     """Entry point of the group ``sglang.srt.plugins``: install the flags and the door."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in ENTRY_HOOKS:
+    # Importing the engine or the controller takes seconds; whoever needs the hook has done it.
+    hooks = ENTRY_HOOKS + (CONTROLLER_HOOKS if _CONTROLLER in sys.modules else ())
+    for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
     register_resolution_hook("handle_other_validations")(server_args.resolve)
     if platform():
         from sglang_beacon.srt.cpu_platform import register_defaults
 
         register_defaults()
-    # Importing the engine takes seconds; whoever builds one has imported it by now.
     if engine := sys.modules.get(f"{_SRT}.entrypoints.engine"):
         engine.Engine.server_args_class = staticmethod(server_args.make_engine_args)
 

@@ -14,6 +14,26 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 SGLANG_VERSION = "0.5.23"
+# Fields that the hooks read or write, by dataclass.
+FIELDS = {
+    "sglang.srt.managers.schedule_batch.ReqKvInfo": (
+        "req_pool_idx",
+        "cache_protected_len",
+        "kv_committed_len",
+        "kv_allocated_len",
+    ),
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": (
+        "reqs",
+        "seq_lens",
+        "seq_lens_cpu",
+        "seq_lens_sum",
+        "orig_seq_lens",
+        "prefix_lens",
+        "extend_lens",
+        "forward_mode",
+    ),
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch": ("positions", "forward_mode"),
+}
 
 
 class Hook(NamedTuple):
@@ -39,10 +59,20 @@ def problems(hooks: Sequence[Hook]) -> list[str]:
             f"sglang {version} is installed and this release works with {SGLANG_VERSION}: "
             f"install sglang=={SGLANG_VERSION}, or start without --kv-policy."
         )
-    for hook in hooks:
-        if problem := problem_of(hook):
-            found.append(problem)
+    found += filter(None, map(problem_of, hooks))
+    found += filter(None, map(missing_fields, FIELDS))
     return found
+
+
+def missing_fields(target: str) -> str | None:
+    """Which of the `FIELDS` a dataclass lacks, as a sentence, or None."""
+    try:
+        fields = pkgutil.resolve_name(target).__dataclass_fields__
+    except (ImportError, AttributeError) as error:
+        return f"sglang has no {target} ({error}); start without --kv-policy."
+    if missing := [name for name in FIELDS[target] if name not in fields]:
+        return f"{target} has no field {', '.join(missing)}; start without --kv-policy."
+    return None
 
 
 def problem_of(hook: Hook) -> str | None:
