@@ -27,6 +27,10 @@ def _attention_backends(settings: Any) -> set[str]:
     return {name for name in chosen if name is not None}
 
 
+def _layer_types(model: Any) -> tuple[str, ...]:
+    return tuple(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
 SETTINGS = (
     Refusal(
         lambda s: s.speculative_algorithm is not None,
@@ -105,7 +109,10 @@ SETTINGS = (
 MODELS = (
     Refusal(lambda m: not m.is_generation, "with an embedding model"),
     Refusal(lambda m: m.attention_arch.name != "MHA", "with MLA or state-space models"),
-    Refusal(lambda m: m.is_hybrid_swa, "with sliding-window attention"),
+    Refusal(
+        lambda m: m.is_hybrid_swa or "sliding_attention" in _layer_types(m),
+        "with sliding-window attention",
+    ),
     Refusal(lambda m: m.attention_chunk_size is not None, "with chunked local attention"),
     Refusal(lambda m: m.model_is_mrope, "with multimodal rotary positions"),
     Refusal(lambda m: m.is_encoder_decoder, "with encoder-decoder models"),

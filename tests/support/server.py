@@ -23,6 +23,11 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 
+COMMANDS = {
+    "launch_server": [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"],
+    "serve": [str(Path(sys.executable).with_name("sglang")), "serve"],
+}
+
 
 class Server:
     """One `python -m sglang.launch_server` process, and what its scheduler was seen to hold.
@@ -36,6 +41,8 @@ class Server:
         Added to the environment; the strict memory checks are always on unless ``strict`` is off.
     threads : int
         OpenMP threads of the server.
+    command : {"launch_server", "serve"}
+        ``python -m sglang.launch_server`` or ``sglang serve``.
     """
 
     def __init__(
@@ -46,15 +53,15 @@ class Server:
         threads: int = 2,
         strict: bool = True,
         timeout_s: float = 300,
+        command: str = "launch_server",
     ) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = Path(tempfile.mkdtemp(prefix="beacon-server-"))
         self.probe_log = self.directory / "probe.jsonl"
         self.log = self.directory / "server.log"
-        command = [
-            sys.executable, "-W", "ignore", "-m", "sglang.launch_server",
-            "--model-path", str(model), "--port", str(self.port), *args,
+        argv = [
+            *COMMANDS[command], "--model-path", str(model), "--port", str(self.port), *args,
         ]  # fmt: skip
         environment = {
             **os.environ,
@@ -66,7 +73,7 @@ class Server:
         }
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                command,
+                argv,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,

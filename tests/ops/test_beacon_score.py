@@ -1,0 +1,167 @@
+"""The score against a loop over KV heads, query heads of the group, queries and keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import naive
+
+from sglang_beacon.ops import beacon_score
+from sglang_beacon.ops.beacon_score import AGGREGATIONS, SOFTNESS
+
+
+def by_loops(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    visible: list[int],
+    scale: float,
+    aggregation: str,
+) -> list[list[float]]:
+    group = len(queries) // len(keys)
+    result = []
+    for kv_head, head_keys in enumerate(keys.double().tolist()):
+        rows = []
+        for query_head in range(kv_head * group, (kv_head + 1) * group):
+            for query, limit in zip(queries[query_head].double().tolist(), visible, strict=True):
+                rows.append(naive.attention(query, head_keys, limit, scale))
+        columns = list(zip(*rows, strict=True))
+        if aggregation == "max":
+            result.append([max(column) for column in columns])
+        elif aggregation == "mean":
+            result.append([math.fsum(column) / len(column) for column in columns])
+        else:
+            result.append(
+                [
+                    SOFTNESS * math.log(math.fsum(math.exp(w / SOFTNESS) for w in column))
+                    for column in columns
+                ]
+            )
+    return result
+
+
+def random_case(
+    num_kv_heads: int, group: int, num_queries: int, num_keys: int, dim: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(num_kv_heads, num_keys, dim, generator=generator)
+    queries = torch.randn(num_kv_heads * group, num_queries, dim, generator=generator)
+    visible = torch.randint(1, num_keys + 1, (num_queries,), generator=generator)
+    return keys, queries, visible
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(max_examples=25, deadline=None)
+@given(
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    num_queries=st.integers(1, 7),
+    num_keys=st.integers(1, 40),
+    dim=st.integers(1, 8),
+    scale=st.sampled_from([0.25, 1.0, 3.0]),
+    seed=st.integers(0, 1000),
+)
+def test_equals_the_loops(
+    aggregation: str,
+    num_kv_heads: int,
+    group: int,
+    num_queries: int,
+    num_keys: int,
+    dim: int,
+    scale: float,
+    seed: int,
+) -> None:
+    keys, queries, visible = random_case(num_kv_heads, group, num_queries, num_keys, dim, seed)
+    score = beacon_score(keys, queries, visible, scale, aggregation)
+    expected = torch.tensor(by_loops(keys, queries, visible.tolist(), scale, aggregation))
+    assert score.dtype == torch.float32
+    torch.testing.assert_close(score, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_the_method_takes_the_maximum() -> None:
+    keys, queries, visible = random_case(2, 2, 3, 9, 4, seed=1)
+    assert torch.equal(
+        beacon_score(keys, queries, visible, 0.5), beacon_score(keys, queries, visible, 0.5, "max")
+    )
+
+
+def test_a_worked_example() -> None:
+    """Weights 3/4 and 1/4 by the first query; the second sees the first key alone."""
+    keys = torch.tensor([[[math.log(3.0)], [0.0]]])
+    queries = torch.ones(1, 2, 1)
+    visible = torch.tensor([2, 1])
+    for aggregation, expected in (("max", [1.0, 0.25]), ("mean", [0.875, 0.125])):
+        score = beacon_score(keys, queries, visible, 1.0, aggregation)
+        torch.testing.assert_close(score, torch.tensor([expected]))
+
+
+@settings(max_examples=25, deadline=None)
+@given(group=st.integers(1, 4), num_queries=st.integers(1, 8), seed=st.integers(0, 1000))
+def test_bounds(group: int, num_queries: int, seed: int) -> None:
+    """Mean weights sum to 1; mean <= max <= soft max <= max + T log(number of rows)."""
+    case = random_case(2, group, num_queries, 21, 4, seed)
+    largest, mean, soft = (beacon_score(*case, 1.0, a) for a in ("max", "mean", "logsumexp"))
+    torch.testing.assert_close(mean.sum(-1), torch.ones(2))
+    assert (mean <= largest + 1e-6).all()
+    assert (largest <= soft + 1e-6).all()
+    assert (soft <= largest + SOFTNESS * math.log(group * num_queries) + 1e-6).all()
+    assert (largest.sum(-1) >= 1 - 1e-5).all()
+    assert (largest >= 0).all()
+    assert (largest <= 1 + 1e-6).all()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_keys_nobody_may_see_do_not_count(aggregation: str) -> None:
+    keys, queries, _ = random_case(2, 3, 4, 12, 4, seed=2)
+    visible = torch.tensor([1, 7, 3, 7])
+    score = beacon_score(keys, queries, visible, 1.0, aggregation)
+    hidden = keys.clone()
+    hidden[:, 7:] = 1e4
+    assert torch.equal(beacon_score(hidden, queries, visible, 1.0, aggregation), score)
+    short = beacon_score(keys[:, :7], queries, visible, 1.0, aggregation)
+    torch.testing.assert_close(score[:, :7], short)
+    nothing = SOFTNESS * math.log(12) if aggregation == "logsumexp" else 0.0
+    torch.testing.assert_close(score[:, 7:], torch.full((2, 5), nothing))
+
+
+def test_a_query_head_serves_its_own_kv_head() -> None:
+    """Heads of a group are consecutive; changing them touches one row of the score alone."""
+    keys, queries, visible = random_case(3, 2, 4, 15, 4, seed=3)
+    before = beacon_score(keys, queries, visible, 1.0)
+    changed = queries.clone()
+    changed[2:4] = -3 * queries[2:4]
+    after = beacon_score(keys, changed, visible, 1.0)
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+    assert not torch.allclose(before[1], after[1])
+    swapped = queries[[1, 0, 3, 2, 5, 4]]
+    torch.testing.assert_close(beacon_score(keys, swapped, visible, 1.0), before)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_large_logits_stay_finite(aggregation: str) -> None:
+    keys, queries, visible = random_case(2, 2, 4, 15, 4, seed=4)
+    score = beacon_score(1e4 * keys, queries, visible, 1.0, aggregation)
+    assert torch.isfinite(score).all()
+    expected = by_loops(1e4 * keys, queries, visible.tolist(), 1.0, aggregation)
+    torch.testing.assert_close(score, torch.tensor(expected), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keys_are_scored_in_float32(dtype: torch.dtype) -> None:
+    keys, queries, visible = random_case(2, 2, 4, 33, 16, seed=5)
+    keys = keys.to(dtype)
+    score = beacon_score(keys, queries, visible, 0.25)
+    assert score.dtype == torch.float32
+    assert torch.equal(score, beacon_score(keys.float(), queries, visible, 0.25))
+
+
+def test_strided_keys() -> None:
+    """Keys arrive as a transposed gather of the pool."""
+    keys, queries, visible = random_case(3, 2, 4, 17, 8, seed=6)
+    strided = keys.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(
+        beacon_score(strided, queries, visible, 0.3), beacon_score(keys, queries, visible, 0.3)
+    )

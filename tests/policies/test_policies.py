@@ -1,0 +1,362 @@
+"""What every policy owes its callers, and what each method promises."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import naive
+
+from sglang_beacon import policies
+from sglang_beacon.config import ConfigError, KVPolicyConfig
+from sglang_beacon.core import BufferShape, EvictionPlan, Observations, RequestLengths
+from sglang_beacon.policies import POLICIES, POLICY_NAMES, Policy
+
+KV_HEADS, HEADS, DIM = 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One eviction: the settings it happens under, and the lengths before it."""
+
+    budget: int
+    n_prefix: int
+    n_recent: int
+    page_size: int
+    pinned: int
+    extra: int
+    freed: int
+    prompt_tokens: int
+    num_queries: int
+    seed: int
+
+    def policy(self, name: str, **options: Any) -> Policy:
+        config = KVPolicyConfig(
+            policy=name,
+            budget=self.budget,
+            keep_ratio=0.5,
+            n_prefix=self.n_prefix,
+            n_recent=self.n_recent,
+            options=options,
+        )
+        policy = policies.create(config, self.page_size)
+        assert policy is not None
+        return policy
+
+    @property
+    def held(self) -> int:
+        return self.pinned + self.budget + self.extra
+
+    def plan(self, policy: Policy) -> EvictionPlan:
+        lengths = RequestLengths(self.held + self.freed, self.pinned, self.held)
+        return EvictionPlan(lengths, policy.config.kept(self.page_size), self.prompt_tokens)
+
+    def keys(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(KV_HEADS, self.held, DIM, generator=generator)
+
+    def observations(self, policy: Policy, layer: int = 0) -> Observations:
+        position = self.held + self.freed - 1
+        if policy.observes is None:
+            return Observations(layer, position, self.prompt_tokens, 0.5)
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        queries = torch.randn(HEADS, self.num_queries, DIM, generator=generator)
+        hidden = torch.randint(0, self.n_recent, (self.num_queries,), generator=generator)
+        visible = self.held - hidden
+        return Observations(layer, position, self.prompt_tokens, 0.5, queries, visible)
+
+    def kept(self, policy: Policy, layer: int = 0) -> torch.Tensor:
+        return policy.keep(self.keys(), self.observations(policy, layer), self.plan(policy))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    page_size = draw(st.sampled_from([1, 16, 64]))
+    n_prefix = draw(st.integers(0, 20))
+    n_recent = draw(st.integers(1, 20))
+    needed = -(-(n_prefix + n_recent + 1) // page_size) * page_size
+    budget = 2 * needed + draw(st.integers(0, 40))
+    pinned = page_size * draw(st.integers(0, 3))
+    extra = draw(st.integers(0, 30))
+    return Case(
+        budget=budget,
+        n_prefix=n_prefix,
+        n_recent=n_recent,
+        page_size=page_size,
+        pinned=pinned,
+        extra=extra,
+        freed=draw(st.integers(0, 1000)),
+        prompt_tokens=draw(st.integers(0, pinned + budget + extra)),
+        num_queries=draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 100)),
+    )
+
+
+EXAMPLE = Case(64, 4, 16, 1, 0, 0, 100, 0, 6, 0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_what_every_eviction_keeps(name: str, case: Case) -> None:
+    """The right number, in order, private; the first and the last tokens among them."""
+    policy = case.policy(name)
+    plan = case.plan(policy)
+    kept = case.kept(policy)
+    assert kept.dtype == torch.int64
+    assert kept.shape == (KV_HEADS, plan.kept)
+    assert plan.held_after % case.page_size == 0
+    must = {p for p in range(case.pinned, case.held) if p < case.n_prefix}
+    must |= set(range(case.held - case.n_recent, case.held))
+    for head in kept.tolist():
+        assert head == sorted(set(head))
+        assert head[0] >= case.pinned
+        assert head[-1] < case.held
+        assert must <= set(head)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_the_rest_goes_by_score(name: str, case: Case) -> None:
+    """Scores are finite float32 of all cached keys; ties go to the lower position."""
+    policy = case.policy(name)
+    score = policy.score(case.keys(), case.observations(policy))
+    assert score.shape == (KV_HEADS, case.held)
+    assert score.dtype == torch.float32
+    assert torch.isfinite(score).all()
+    newest = range(case.held - case.n_recent, case.held)
+    for scores, kept in zip(score.tolist(), case.kept(policy).tolist(), strict=True):
+        fixed = [p for p in range(case.pinned, case.held) if p < case.n_prefix or p in newest]
+        others = [p for p in range(case.pinned, case.held) if p not in fixed]
+        count = case.plan(policy).kept - len(fixed)
+        chosen = naive.top([scores[p] for p in others], count)
+        assert kept == sorted(fixed + [others[i] for i in chosen])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=10, deadline=None)
+@given(case=cases())
+def test_deterministic_and_without_side_effects(name: str, case: Case) -> None:
+    policy = case.policy(name)
+    first = case.kept(policy)
+    torch.rand(3)
+    keys, seen = case.keys(), case.observations(policy)
+    again = policy.keep(keys, seen, case.plan(policy))
+    assert torch.equal(first, again)
+    assert torch.equal(first, case.kept(case.policy(name)))
+    assert torch.equal(keys, case.keys())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_keeping_does_not_change_the_score(name: str) -> None:
+    """A policy may hand out a tensor of its own; the mechanics must not write to it."""
+    policy = EXAMPLE.policy(name)
+    score = policy.score(EXAMPLE.keys(), EXAMPLE.observations(policy)).clone()
+    policy.score = lambda keys, observations: score  # type: ignore[method-assign]
+    before = score.clone()
+    EXAMPLE.kept(policy)
+    assert torch.equal(score, before)
+
+
+# The methods.
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_streaming_keeps_sinks_and_a_window(case: Case) -> None:
+    policy = case.policy("streaming")
+    sinks = list(range(case.pinned, max(case.n_prefix, case.pinned)))
+    window = case.plan(policy).kept - len(sinks)
+    expected = sinks + list(range(case.held - window, case.held))
+    assert case.kept(policy).tolist() == [expected] * KV_HEADS
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_random_protects_the_prompt(case: Case) -> None:
+    """No generated token is kept beyond the window while a prompt token goes."""
+    policy = case.policy("random")
+    prompt = set(range(case.pinned, case.prompt_tokens))
+    window = set(range(case.held - case.n_recent, case.held))
+    prefix = set(range(case.pinned, max(case.pinned, case.n_prefix)))
+    for kept in case.kept(policy).tolist():
+        chosen = set(kept) - window - prefix
+        if prompt - set(kept):
+            assert chosen <= prompt
+
+
+def test_random_depends_on_seed_layer_and_position_alone() -> None:
+    def kept(case: Case, layer: int = 0, **options: Any) -> list[list[int]]:
+        return case.kept(case.policy("random", **options), layer).tolist()
+
+    torch.manual_seed(1)
+    before = kept(EXAMPLE)
+    torch.manual_seed(2)
+    assert kept(EXAMPLE) == before
+    assert kept(replace(EXAMPLE, seed=9)) == before, "not on the keys"
+    assert kept(EXAMPLE, seed=0) == before
+    different = [
+        kept(EXAMPLE, seed=1),
+        kept(EXAMPLE, layer=1),
+        kept(replace(EXAMPLE, freed=EXAMPLE.freed + 1)),
+    ]
+    assert all(other != before for other in different)
+    assert before[0] != before[1], "each head draws its own"
+
+
+def test_random_does_not_disturb_the_global_generator() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    EXAMPLE.kept(EXAMPLE.policy("random"))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_random_is_uniform() -> None:
+    """Over many positions every token is kept about equally often."""
+    policy = EXAMPLE.policy("random")
+    times = torch.zeros(EXAMPLE.held)
+    for freed in range(300):
+        for head in replace(EXAMPLE, freed=freed).kept(policy):
+            times[head] += 1
+    # 600 draws of 12 out of 44: mean 164, standard deviation 11.
+    free = times[4:-16]
+    assert free.min() > 164 - 5 * 11
+    assert free.max() < 164 + 5 * 11
+
+
+def test_beacon_observes_what_it_was_told() -> None:
+    policy = EXAMPLE.policy("beacon", n_beacon=3)
+    assert policy.observes == BufferShape(n_beacon=3, n_recent=16)
+    assert EXAMPLE.policy("beacon").observes == BufferShape(n_beacon=16, n_recent=16)
+    assert EXAMPLE.policy("streaming").observes is None
+    assert EXAMPLE.policy("random").observes is None
+
+
+def test_beacon_keeps_what_one_query_of_one_head_looks_at() -> None:
+    """A key that a single query head reads survives in its KV head, and needs no other reader."""
+    keys = torch.zeros(KV_HEADS, EXAMPLE.held, DIM)
+    keys[:, 20, 0] = 30.0
+    keys[:, 25, 1] = 30.0
+    queries = torch.zeros(HEADS, 6, DIM)
+    queries[1, 3, 0] = 1.0
+    visible = torch.full((6,), EXAMPLE.held)
+    policy = EXAMPLE.policy("beacon")
+    seen = Observations(0, 163, 0, 1.0, queries, visible)
+    score = policy.score(keys, seen)
+    assert score[0].argmax() == 20
+    assert score[0, 20] > 0.99
+    assert score[0, 25] == pytest.approx(1 / EXAMPLE.held)
+    torch.testing.assert_close(score[1], torch.full((EXAMPLE.held,), 1 / EXAMPLE.held))
+    # With nothing else to tell keys apart, the lowest positions win.
+    expected = [*range(15), 20, *range(48, 64)]
+    assert policy.keep(keys, seen, EXAMPLE.plan(policy))[0].tolist() == expected
+
+
+def test_beacon_aggregations_differ() -> None:
+    scores = []
+    for aggregation in ("max", "mean", "logsumexp"):
+        policy = EXAMPLE.policy("beacon", aggregation=aggregation)
+        scores.append(policy.score(EXAMPLE.keys(), EXAMPLE.observations(policy)))
+    assert not torch.allclose(scores[0], scores[1])
+    assert not torch.allclose(scores[0], scores[2])
+    assert not torch.allclose(scores[1], scores[2])
+
+
+# The registry.
+
+
+def test_registry() -> None:
+    assert list(POLICY_NAMES) == ["none", *POLICIES]
+    assert set(POLICIES) == {"beacon", "streaming", "random"}
+    assert policies.create(KVPolicyConfig()) is None
+    for name, cls in POLICIES.items():
+        module = importlib.import_module(f"sglang_beacon.policies.{name}")
+        assert cls.name == name
+        assert cls.__module__ == module.__name__, "one method per module, named like it"
+        assert "Reference:" in (cls.__doc__ or "")
+        assert "Cost:" in (cls.__doc__ or "")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("keep_ratio", [0.25, 0.5, 7 / 8, 0.9])
+def test_the_least_budget_is_the_one_named(name: str, page_size: int, keep_ratio: float) -> None:
+    """The error for a small budget names the smallest that works."""
+
+    def create(budget: int) -> Policy | None:
+        config = KVPolicyConfig(policy=name, budget=budget, keep_ratio=keep_ratio)
+        return policies.create(config, page_size)
+
+    with pytest.raises(ConfigError, match=f"--kv-budget 5 is too small for --kv-policy {name}"):
+        create(5)
+    least = next(budget for budget in range(5, 1000) if _accepted(create, budget))
+    with pytest.raises(ConfigError, match=f"at least {least} tokens at page size {page_size}"):
+        create(least - 1)
+
+
+def _accepted(create: Any, budget: int) -> bool:
+    try:
+        create(budget)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("beacn", {}, "--kv-policy 'beacn' is unknown: did you mean 'beacon'?"),
+        (
+            "quantum",
+            {},
+            "--kv-policy 'quantum' is unknown: it must be one of beacon, none, random, streaming.",
+        ),
+        (
+            "beacon",
+            {"n_beacons": 16},
+            "the --kv-policy-config key 'n_beacons' is unknown: did you mean 'n_beacon'?",
+        ),
+        (
+            "beacon",
+            {"n_recents": 16},
+            "the --kv-policy-config key 'n_recents' is unknown: did you mean 'n_recent'?",
+        ),
+        (
+            "streaming",
+            {"n_beacon": 16},
+            "the --kv-policy-config key 'n_beacon' is unknown: did you mean 'n_recent'?",
+        ),
+        ("beacon", {"n_beacon": 0}, "n_beacon in --kv-policy-config must be at least 1."),
+        (
+            "beacon",
+            {"n_beacon": 16.0},
+            "n_beacon in --kv-policy-config must be of type int, not 16.0.",
+        ),
+        (
+            "beacon",
+            {"n_beacon": True},
+            "n_beacon in --kv-policy-config must be of type int, not True.",
+        ),
+        (
+            "beacon",
+            {"aggregation": "median"},
+            "aggregation in --kv-policy-config must be one of max, mean, logsumexp, not 'median'.",
+        ),
+        (
+            "random",
+            {"seed": "7"},
+            "seed in --kv-policy-config must be of type int, not '7'.",
+        ),
+    ],
+)
+def test_wrong_names_and_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        policies.create(KVPolicyConfig(policy=name, options=options))
+    assert str(caught.value) == message

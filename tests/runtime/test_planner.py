@@ -1,0 +1,348 @@
+"""When things happen, from lengths alone: one request, token by token, under random settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_beacon import policies
+from sglang_beacon.config import ConfigError, KVPolicyConfig
+from sglang_beacon.core import (
+    BufferShape,
+    EvictionPlan,
+    ObservationPhase,
+    RequestLengths,
+    RequestPlan,
+)
+from sglang_beacon.runtime import phase as phases
+from sglang_beacon.runtime.request import RequestState
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request: its settings, its prompt in chunks, and who owns the prompt."""
+
+    policy: str
+    budget: int
+    eighths: int
+    n_prefix: int
+    n_recent: int
+    n_beacon: int
+    page_size: int
+    chunks: tuple[int, ...]
+    cached: int
+    in_tree: bool
+    generated: int
+
+    @property
+    def config(self) -> KVPolicyConfig:
+        return KVPolicyConfig(
+            policy=self.policy,
+            budget=self.budget,
+            keep_ratio=self.eighths / 8,
+            n_prefix=self.n_prefix,
+            n_recent=self.n_recent,
+            options={"n_beacon": self.n_beacon} if self.policy == "beacon" else {},
+        )
+
+    @property
+    def kept(self) -> int:
+        """Whole pages within the kept share of the budget."""
+        pages = Fraction(self.eighths, 8) * self.budget / self.page_size
+        return self.page_size * (pages.numerator // pages.denominator)
+
+    def new_state(self) -> RequestState:
+        config = self.config
+        return RequestState(config, policies.create(config, self.page_size), self.page_size)
+
+
+@st.composite
+def cases(draw: st.DrawFn, policy: str = "beacon") -> Case:
+    page_size = draw(st.sampled_from([1, 16, 64]))
+    n_prefix = draw(st.integers(0, 6))
+    n_recent = draw(st.integers(1, 20))
+    eighths = draw(st.integers(1, 7))
+    needed = -(-(n_prefix + n_recent + 1) // page_size) * page_size
+    least = -(-8 * needed // eighths)
+    return Case(
+        policy=policy,
+        budget=least + draw(st.integers(0, 80)),
+        eighths=eighths,
+        n_prefix=n_prefix,
+        n_recent=n_recent,
+        n_beacon=draw(st.integers(1, 20)),
+        page_size=page_size,
+        chunks=tuple(draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))),
+        cached=page_size * draw(st.integers(0, 3)),
+        in_tree=draw(st.booleans()),
+        generated=draw(st.integers(1, 250)),
+    )
+
+
+@dataclass
+class Step:
+    """What happened after one decoded token; private tokens counted before and after the plan."""
+
+    row: int
+    before: ObservationPhase
+    plan: RequestPlan
+    after: ObservationPhase
+    private: int
+    left: int
+
+
+@dataclass
+class Trace:
+    """A request played through: its lengths, and every step."""
+
+    state: RequestState
+    pinned: int = 0
+    held: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+def play(case: Case, state: RequestState) -> Trace:
+    """Drive a request as an engine does: prefill in chunks, then a plan after each token."""
+    trace = Trace(state, pinned=case.cached, held=case.cached)
+    for chunk in case.chunks:
+        trace.held += chunk
+        if case.in_tree:
+            trace.pinned = trace.held // case.page_size * case.page_size
+        state.after_prefill(chunk, trace.pinned, trace.held)
+    for _ in range(case.generated):
+        trace.held += 1
+        row = state.after_token() if state.shape is not None else -1
+        before = state.phase
+        plan = state.plan(trace.pinned, trace.held)
+        private = trace.held - trace.pinned
+        if plan.eviction is not None:
+            assert plan.eviction.lengths.held == trace.held
+            trace.held = plan.eviction.held_after
+        left = trace.held - trace.pinned
+        trace.steps.append(Step(row, before, plan, state.phase, private, left))
+    return trace
+
+
+@pytest.mark.parametrize("policy", policies.POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_evictions(policy: str, data: st.DataObject) -> None:
+    """Due exactly at the budget; each leaves whole pages of the kept share, and counts add up."""
+    case = data.draw(cases(policy))
+    state = case.new_state()
+    trace = play(case, state)
+    seen = case.cached + sum(case.chunks)
+    freed = 0
+    evictions = 0
+    for step in trace.steps:
+        seen += 1
+        eviction = step.plan.eviction
+        assert (eviction is not None) == (step.private >= case.budget)
+        assert step.left < case.budget
+        if eviction is None:
+            assert step.left == step.private
+            continue
+        evictions += 1
+        assert step.left == eviction.kept == case.kept
+        assert eviction.held_after % case.page_size == 0
+        assert eviction.lengths.pinned == trace.pinned
+        assert eviction.lengths.logical == seen
+        assert eviction.lengths.logical == eviction.lengths.held + freed
+        freed += eviction.freed
+        assert eviction.freed == step.private - case.kept > 0
+    assert (state.freed, state.evicted_tokens, state.evictions) == (freed, freed, evictions)
+    assert trace.held + freed == seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases("streaming"))
+def test_private_tokens_are_bounded(case: Case) -> None:
+    """By the budget, or by one token over a private prompt that is larger; admission knows it."""
+    state = case.new_state()
+    trace = play(case, state)
+    start = trace.steps[0].private - 1
+    peak = max(step.private for step in trace.steps)
+    assert peak <= max(case.budget, start + 1)
+    for index, step in enumerate(trace.steps):
+        reserved = step.left + state.tokens_still_needed(step.left)
+        assert reserved == case.budget + case.page_size
+        assert max((s.private for s in trace.steps[index + 1 :]), default=0) <= reserved
+    assert start + state.tokens_still_needed(start) >= peak
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases())
+def test_life_of_the_buffer(case: Case) -> None:
+    """Fill, compress when full, freeze at ``budget - n_recent``, roll at an eviction."""
+    trace = play(case, case.new_state())
+    shape = BufferShape(case.n_beacon, case.n_recent)
+    brink = case.budget - case.n_recent
+    # Consecutive newest tokens whose queries were seen one by one.
+    available = case.chunks[-1]
+    frozen = trace.steps[0].private - 1 >= brink
+    for step in trace.steps:
+        available += 1
+        plan = step.plan
+        assert 0 <= step.row < shape.rows, "the buffer is never overfilled"
+        assert step.before.filled == step.row + 1
+        assert step.before.frozen == frozen
+
+        full = step.before.filled == shape.rows
+        due = not frozen and (full or step.private >= brink)
+        assert plan.freeze in (0, step.before.filled), "FPS chooses from all rows"
+        # With no more rows than beacons, FPS would keep them all.
+        assert bool(plan.freeze) == (due and step.before.filled > case.n_beacon)
+        frozen = frozen or step.private >= brink
+
+        if plan.eviction is not None:
+            assert frozen
+            assert plan.observed.frozen
+            assert plan.observed.recent == min(case.n_recent, available)
+            assert plan.observed.filled <= case.n_beacon + plan.observed.recent
+            assert plan.roll == plan.observed.filled
+            assert plan.carried == min(max(step.left - brink, 0), plan.observed.recent)
+            frozen = step.left >= brink
+        else:
+            assert plan.roll == plan.carried == 0
+        assert step.after.frozen == frozen
+        assert step.after.filled <= shape.rows - 1, "there is room for the next token"
+        if not frozen:
+            assert step.after.recent == 0
+            assert step.after.filled < shape.rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_planning_twice_is_harmless(case: Case) -> None:
+    once = play(case, case.new_state())
+    state = case.new_state()
+    plan = state.plan
+
+    def twice(pinned: int, held: int) -> RequestPlan:
+        first = plan(pinned, held)
+        left = held if first.eviction is None else first.eviction.held_after
+        phase, freed = state.phase, state.freed
+        again = plan(pinned, left)
+        assert again.is_empty
+        assert (state.phase, state.freed) == (phase, freed)
+        return first
+
+    state.plan = twice  # type: ignore[method-assign]
+    assert play(case, state).steps == once.steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_reset_starts_anew(case: Case) -> None:
+    """The second life equals the first, and counters of the request run on."""
+    state = case.new_state()
+    first = play(case, state)
+    state.buffer = object()  # type: ignore[assignment]
+    evictions, evicted = state.evictions, state.evicted_tokens
+    state.reset()
+    assert state.buffer is None
+    assert state.life == 1
+    assert state.phase == ObservationPhase()
+    assert (state.freed, state.observed_prompt, state.prompt_tokens) == (0, 0, 0)
+    assert (state.evictions, state.evicted_tokens) == (evictions, evicted)
+    assert play(case, state).steps == first.steps
+    assert (state.evictions, state.evicted_tokens) == (2 * evictions, 2 * evicted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=cases(),
+    foreseen=st.integers(0, 200),
+    actual=st.integers(0, 200),
+)
+def test_the_tree_may_own_another_part_than_foreseen(
+    case: Case, foreseen: int, actual: int
+) -> None:
+    """The phase after a prefill rests on a forecast; a wrong one must not break the buffer."""
+    state = case.new_state()
+    held = sum(case.chunks)
+    for index in range(len(case.chunks)):
+        computed = sum(case.chunks[: index + 1])
+        state.after_prefill(case.chunks[index], min(foreseen, computed), computed)
+    pinned = min(actual, held) // case.page_size * case.page_size
+    for _ in range(case.generated):
+        held += 1
+        assert state.after_token() < case.n_beacon + case.n_recent
+        plan = state.plan(pinned, held)
+        if plan.eviction is not None:
+            assert plan.observed.frozen
+            held = plan.eviction.held_after
+        assert held - pinned < case.budget
+        assert state.phase.frozen == (held - pinned >= case.budget - case.n_recent)
+        assert state.phase.recent <= min(state.phase.filled, case.n_recent)
+
+
+def test_the_paper_defaults() -> None:
+    """Budget 2048: FPS every 16 tokens, frozen at 2032, evicted at 2048 down to 1792."""
+    config = KVPolicyConfig(policy="beacon", budget=2048)
+    state = RequestState(config, policies.create(config), 1)
+    assert state.after_prefill(100, 0, 100) == 0
+    assert state.phase == ObservationPhase(filled=16)
+    events: dict[int, RequestPlan] = {}
+    held = 100
+    for logical in range(101, 2305):
+        held += 1
+        state.after_token()
+        plan = state.plan(0, held)
+        if not plan.is_empty:
+            events[logical] = plan
+        if plan.eviction is not None:
+            held = plan.eviction.held_after
+    # The second cycle is 240 tokens from 1792 to the brink: full for the 15th time right there.
+    full = [*range(116, 2021, 16), *range(2064, 2273, 16)]
+    assert sorted(events) == sorted([*full, 2032, 2048, 2288, 2304])
+    assert all(events[at] == RequestPlan(freeze=32, observed=events[at].observed) for at in full)
+    assert [events[at].freeze for at in (2032, 2048, 2288, 2304)] == [28, 0, 32, 0]
+    for at in (2048, 2304):
+        eviction = events[at].eviction
+        assert eviction is not None
+        assert (eviction.kept, eviction.freed) == (1792, 256)
+        assert eviction.lengths == RequestLengths(logical=at, pinned=0, held=2048)
+        assert events[at].observed == ObservationPhase(filled=32, frozen=True, recent=16)
+        assert (events[at].roll, events[at].carried) == (32, 0)
+
+
+def test_a_policy_without_observations_plans_evictions_only() -> None:
+    config = KVPolicyConfig(policy="streaming", budget=32)
+    state = RequestState(config, policies.create(config), 1)
+    assert state.after_prefill(31, 0, 31) == 0
+    assert state.phase == ObservationPhase()
+    plan = state.plan(0, 32)
+    assert plan.eviction == EvictionPlan(RequestLengths(32, 0, 32), 28, 31)
+    assert (plan.freeze, plan.roll, plan.carried) == (0, 0, 0)
+
+
+def test_an_overfull_buffer_is_an_error() -> None:
+    shape = BufferShape(n_beacon=2, n_recent=3)
+    with pytest.raises(ValueError, match="full"):
+        phases.after_token(shape, ObservationPhase(filled=5))
+
+
+@pytest.mark.parametrize(
+    ("logical", "pinned", "held"), [(5, 0, 6), (5, 4, 3), (5, -1, 3), (3, 4, 4)]
+)
+def test_lengths_out_of_order_are_an_error(logical: int, pinned: int, held: int) -> None:
+    with pytest.raises(ValueError, match="out of order"):
+        RequestLengths(logical, pinned, held)
+
+
+@pytest.mark.parametrize("kept", [-1, 0, 10, 11])
+def test_an_eviction_keeps_some_and_frees_some(kept: int) -> None:
+    with pytest.raises(ValueError, match="keep some"):
+        EvictionPlan(RequestLengths(14, 4, 14), kept, 0)
+
+
+def test_a_budget_that_cannot_hold_a_page_is_refused() -> None:
+    config = KVPolicyConfig(policy="beacon", budget=70)
+    policies.create(config, 1)
+    with pytest.raises(ConfigError, match="at page size 64"):
+        policies.create(config, 64)

@@ -1,0 +1,194 @@
+"""The door: what cannot work ends the launch in one sentence, before any model loads."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.server import launch_error
+from transformers import AutoConfig
+
+from sglang_beacon.srt import compat, server_args
+
+
+@pytest.fixture(scope="module")
+def prepare():
+    """SGLang's own path from an argument list to resolved arguments, with the plugin loaded."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+
+    def resolve(*argv: str):
+        args = prepare_server_args(list(argv))
+        args.resolve_once()
+        return args
+
+    return resolve
+
+
+def refusal(prepare, model: Path, *argv: str) -> str:
+    """The one sentence a launch ends with."""
+    with pytest.raises(SystemExit) as exit_info:
+        prepare("--model-path", str(model), "--skip-tokenizer-init", *argv)
+    message = str(exit_info.value)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    assert message.count(". ") == 0
+    return message
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--kv-policy", "becon"], "did you mean 'beacon'?"),
+        (["--kv-policy", "zzz"], "it must be one of beacon, none, random, streaming"),
+        (["--kv-policy", "beacon", "--kv-budget", "20"], "it needs at least 24 tokens"),
+        (["--kv-policy", "beacon", "--kv-budget", "many"], "--kv-budget must be a number"),
+        (["--kv-policy", "beacon", "--kv-budget", "-3"], "--kv-budget must be an integer"),
+        (["--kv-policy", "beacon", "--kv-policy-config", "{oops"], "is not valid JSON"),
+        (["--kv-policy", "beacon", "--kv-policy-config", "nowhere.json"], "nor a readable file"),
+        (["--kv-policy", "beacon", "--kv-policy-config", '{"n_becon": 8}'], "'n_beacon'"),
+        (["--kv-policy", "beacon", "--kv-policy-config", '{"aggregation": "sum"}'], "one of"),
+        (["--kv-policy", "streaming", "--kv-policy-config", '{"n_beacon": 8}'], "is unknown"),
+    ],
+)
+def test_bad_flags(prepare, random_qwen3: Path, argv: list[str], expected: str) -> None:
+    assert expected in refusal(prepare, random_qwen3, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
+        (["--pp-size", "2"], "--pp-size"),
+        (["--enable-torch-compile"], "--enable-torch-compile"),
+        (["--disaggregation-mode", "decode"], "--disaggregation-mode"),
+        (["--enable-streaming-session"], "--enable-streaming-session"),
+        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+        (["--enable-hisparse"], "--enable-hisparse"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype"),
+        (["--attention-backend", "flex_attention"], "--attention-backend"),
+        (["--page-size", "64", "--kv-budget", "64"], "--kv-budget"),
+    ],
+)
+def test_unsupported_combinations(prepare, random_qwen3: Path, argv: list[str], flag: str) -> None:
+    assert flag in refusal(prepare, random_qwen3, "--kv-policy", "beacon", *argv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+             "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "sliding-window",
+        ),
+        ({"architectures": ["LlamaEmbeddingModel"]}, "embedding"),
+    ],
+)  # fmt: skip
+def test_unsupported_models(
+    prepare, random_qwen3: Path, tmp_path: Path, changes: dict, expected: str
+) -> None:
+    config = {**AutoConfig.from_pretrained(random_qwen3).to_dict(), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert expected in refusal(prepare, tmp_path, "--kv-policy", "beacon")
+
+
+def test_configuration_travels(prepare, random_qwen3: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "policy.json"
+    settings.write_text('{"n_recent": 8, "aggregation": "mean"}')
+    args = prepare(
+        "--model-path", str(random_qwen3), "--skip-tokenizer-init", "--kv-policy", "beacon",
+        "--kv-budget", "512", "--kv-policy-config", str(settings),
+    )  # fmt: skip
+    import pickle
+
+    config = server_args.config_of(pickle.loads(pickle.dumps(args)))
+    assert (config.policy, config.budget, config.n_recent) == ("beacon", 512, 8)
+    assert config.options == {"aggregation": "mean"}
+
+
+def test_yaml_config_file(prepare, random_qwen3: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        f"model-path: {random_qwen3}\nskip-tokenizer-init: true\n"
+        "kv-policy: streaming\nkv-budget: 300\n"
+    )
+    config = server_args.config_of(prepare("--config", str(file)))
+    assert (config.policy, config.budget) == ("streaming", 300)
+
+
+def test_engine_keywords(prepare, random_qwen3: Path) -> None:
+    args = server_args.make_engine_args(
+        model_path=str(random_qwen3), kv_policy="random", kv_budget=99, kv_policy_config={"seed": 3}
+    )
+    config = server_args.config_of(args)
+    assert (config.policy, config.budget, config.options) == ("random", 99, {"seed": 3})
+    with pytest.raises(ValueError, match="did you mean 'random'"):
+        server_args.make_engine_args(model_path=str(random_qwen3), kv_policy="rondom")
+
+
+def test_command_line_prints_one_sentence(random_qwen3: Path) -> None:
+    result = launch_error("--kv-policy", "becon", model=random_qwen3)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: --kv-policy 'becon'")
+    assert "Traceback" not in result.stderr
+
+
+def test_unsupported_combination_prints_one_sentence(random_qwen3: Path) -> None:
+    result = launch_error(
+        "--skip-tokenizer-init", "--kv-policy", "beacon", "--enable-mixed-chunk", model=random_qwen3
+    )
+    assert result.returncode == 1
+    assert "error: --kv-policy does not work with mixed chunks" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plugin_missing_in_the_scheduler(random_qwen3: Path, tmp_path: Path) -> None:
+    """The launcher has the plugin, its child process has not: it must not serve."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import os, sys
+            if "--multiprocessing-fork" in sys.orig_argv:
+                os.environ["SGLANG_PLUGINS"] = "beacon_torch_cpu"
+        """)
+    )
+    result = launch_error(
+        "--skip-tokenizer-init", "--kv-policy", "beacon", "--max-total-tokens", "512",
+        model=random_qwen3, env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "a scheduler process does not run --kv-policy beacon" in result.stderr
+
+
+def test_hooks_reach_our_functions(prepare) -> None:
+    """Each target exists with the parameters used, and a call of it goes through our function."""
+    from sglang_beacon.plugin import ALL_HOOKS, ENTRY_HOOKS
+
+    everything = [hook for group in ALL_HOOKS.values() for hook in group]
+    assert compat.problems(everything) == []
+    compat.verify(ENTRY_HOOKS)
+    late = [hook for hook in everything if hook not in ENTRY_HOOKS]
+    compat.install(late)
+    compat.verify(everything)
+
+
+def test_a_changed_target_is_noticed() -> None:
+    from sglang_beacon.plugin import POLICY_HOOKS
+
+    hook = POLICY_HOOKS[0]
+    gone = hook._replace(target="sglang.srt.managers.scheduler.Scheduler.no_such_method")
+    renamed = hook._replace(parameters=("no_such_parameter",))
+    assert "has no" in (compat.problem_of(gone) or "")
+    assert "no_such_parameter" in (compat.problem_of(renamed) or "")
+    with pytest.raises(compat.IncompatibleError, match="was not installed"):
+        compat.verify([hook._replace(function=lambda: None)])
+
+
+def test_fields_are_there() -> None:
+    assert [compat.missing_fields(target) for target in compat.FIELDS] == [None] * len(
+        compat.FIELDS
+    )

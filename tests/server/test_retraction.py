@@ -1,0 +1,56 @@
+"""Retraction forced every few steps, while requests are compressed and share prefixes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from support.models import VOCABULARY
+from support.server import Server
+
+BUDGET = 64
+# Steps between retractions: long enough that the victim has been compressed, and coprime with the
+# eviction period, so that some fall on the step of an eviction.
+INTERVAL = 81
+GENERATED = 800
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+def server(random_qwen3: Path, request: pytest.FixtureRequest):
+    with Server(
+        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "beacon",
+        "--kv-budget", str(BUDGET), "--page-size", str(request.param),
+        "--max-total-tokens", "4096", model=random_qwen3, threads=1,
+        env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(INTERVAL)},
+    ) as server:  # fmt: skip
+        yield server
+
+
+def test_retracted_requests_finish(server: Server) -> None:
+    draw = random.Random(0)
+    shared = draw.choices(range(2, VOCABULARY), k=50)
+    # The longest prompt is retracted first: the last one.
+    policies = ("none", "streaming", "beacon", "beacon")
+    jobs = [
+        {
+            "input_ids": shared[: 50 * (n % 2)] + draw.choices(range(2, VOCABULARY), k=30 + n),
+            "max_new_tokens": GENERATED,
+            "custom_params": {"kv_policy": policies[n % 4]},
+        }
+        for n in range(8)
+    ]
+    assert all(len(reply["tokens"]) == GENERATED for reply in server.generate_all(jobs))
+    steps = server.steps()
+    retracted = [step["rid"] for step in steps if step["mode"] == "RETRACT"]
+    assert len(retracted) > 8
+    for step in steps:
+        if step["mode"] != "DECODE":
+            continue
+        for index, req in enumerate(step["reqs"]):
+            assert step["positions"][index] == req["logical"] - 1
+            assert step["seq_lens"][index] == req["held"] == req["committed"]
+    compressed = [r for s in steps for r in s.get("reqs", ()) if r["held"] < r["logical"]]
+    assert {req["rid"] for req in compressed} & set(retracted)
+    server.wait_idle()
+    assert server.alive

@@ -1,0 +1,120 @@
+"""Imports point one way, SGLang stays at the edge, and public names are explained."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sglang_beacon
+
+PACKAGE = Path(sglang_beacon.__file__).parent
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+NAME = PACKAGE.name
+
+# What each part may import of the package, besides itself.
+BASE = {"core", "config", "capacity", "ops"}
+ALLOWED = {
+    "core": set(),
+    "config": {"core"},
+    "capacity": {"core"},
+    "ops": {"core"},
+    "policies": BASE,
+    "runtime": BASE | {"policies"},
+    "lab": BASE | {"policies", "runtime"},
+    "srt": BASE | {"policies", "runtime"},
+    "plugin": BASE | {"policies", "runtime", "srt"},
+    "cli": BASE | {"policies", "runtime", "srt", "lab"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+# The table of hooks names functions of `srt`, and some of those read it once they are called.
+DEFERRED = {("srt", "plugin")}
+
+
+def part_of(module: Path) -> str:
+    return module.parts[0].removesuffix(".py")
+
+
+def parse(module: Path) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text())
+
+
+def imports(module: Path) -> Iterator[tuple[str, bool]]:
+    """Names that a module imports, and whether a function does it; relative ones resolved."""
+    tree = parse(module)
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        deferred = id(node) in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, deferred
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", deferred
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_imports_point_one_way(module: Path) -> None:
+    part = part_of(module)
+    for name, deferred in imports(module):
+        top, *rest = name.split(".")
+        if top != NAME:
+            continue
+        target = rest[0]
+        if target in ALLOWED[part] | {part} or target.startswith("__"):
+            continue
+        assert deferred, f"{module} imports {name}"
+        assert (part, target) in DEFERRED, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_sglang_is_imported_at_the_edge_alone(module: Path) -> None:
+    if part_of(module) in ("srt", "plugin"):
+        return
+    names = [name for name, _ in imports(module) if name.split(".")[0] == "sglang"]
+    assert not names, f"{module} imports {names}"
+
+
+def imported_by(statement: str) -> set[str]:
+    """Top-level packages loaded after a statement, in a process of its own."""
+    program = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    statement = f"import {NAME}, {NAME}.config, {NAME}.capacity"
+    assert not imported_by(statement) & {"sglang", "triton", "torch", "transformers", "numpy"}
+
+
+def test_policies_run_without_sglang() -> None:
+    statement = f"import {NAME}.policies, {NAME}.runtime.compactor, {NAME}.runtime.request"
+    assert not imported_by(statement) & {"sglang", "transformers"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_public_names_are_explained(module: Path) -> None:
+    """Modules, and the functions and classes at their top level."""
+    tree = parse(module)
+    assert ast.get_docstring(tree), f"{module} has no docstring"
+    silent = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not silent, f"{module}: {silent}"
