@@ -159,7 +159,8 @@ def test_leading_dimensions_are_independent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_read_but_not_computed_in(dtype: torch.dtype) -> None:
-    points = gaussian(4, 33, 64).to(dtype)
+    """Nearly parallel points, whose similarities differ by less than the dtype resolves."""
+    points = (gaussian(4, 33, 64) + 8 * gaussian(64, seed=1)).to(dtype)
     chosen = farthest_point_sample(points, 16)
     assert torch.equal(chosen, farthest_point_sample(points.float(), 16))
     for head in range(4):
