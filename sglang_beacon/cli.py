@@ -72,9 +72,10 @@ def _fail(sentence: str) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from sglang_beacon.plugin import ALL_HOOKS
     from sglang_beacon.srt import doctor
 
-    return int(doctor.main())
+    return doctor.main(ALL_HOOKS)
 
 
 def _demo_model(args: argparse.Namespace) -> int:

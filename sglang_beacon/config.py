@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 DEFAULT_BUDGET = 2048
 SHARED_PREFIX_MODES = ("pin",)
+# A bound for every count of tokens: far above any context, far below any overflow.
+MAX_TOKENS = 2**30
 # The keys of `custom_params` that a request may use to override the server's policy.
 REQUEST_KEYS = ("kv_policy", "kv_budget")
 
@@ -78,7 +81,7 @@ class KVPolicyConfig:
 
     def kept(self, page_size: int) -> int:
         """Private tokens that an eviction leaves: ``keep_ratio * budget``, in whole pages."""
-        return int(self.budget * self.keep_ratio) // page_size * page_size
+        return kept_tokens(self.budget, self.keep_ratio, page_size)
 
     def with_request(self, params: Mapping[str, Any]) -> KVPolicyConfig:
         """Return the configuration of one request, from its ``custom_params``.
@@ -104,6 +107,21 @@ class KVPolicyConfig:
             "shared_prefix": self.shared_prefix,
             "options": dict(self.options),
         }
+
+
+def kept_tokens(budget: int, keep_ratio: float, page_size: int) -> int:
+    """Tokens left of a budget, in whole pages."""
+    # The ratio is a decimal that somebody wrote: 0.29 of 100 is 29.
+    return int(budget * keep_ratio + 1e-9) // page_size * page_size
+
+
+def least_budget(kept: int, keep_ratio: float, page_size: int) -> int:
+    """The smallest budget whose eviction leaves at least ``kept`` tokens."""
+    pages = -(-kept // page_size) * page_size
+    budget = max(math.ceil(pages / keep_ratio) - 1, 1)
+    while kept_tokens(budget, keep_ratio, page_size) < kept:
+        budget += 1
+    return budget
 
 
 SHARED_KEYS = ("keep_ratio", "n_prefix", "n_recent", "shared_prefix")
@@ -159,9 +177,9 @@ def _read_settings(extra: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if not text.startswith("{"):
         try:
             text = Path(extra).read_text()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{flag} {extra!r} is neither a JSON object nor a readable file ({error.strerror})."
+                f"{flag} {extra!r} is neither a JSON object nor a readable text file ({error})."
             ) from None
     try:
         settings = json.loads(text)
@@ -173,10 +191,11 @@ def _read_settings(extra: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _parse_budget(value: str | int) -> int:
-    try:
+    if isinstance(value, str) and value.strip().removeprefix("-").isdecimal():
         return int(value)
-    except (TypeError, ValueError):
-        raise ConfigError(f"--kv-budget must be a number of tokens, not {value!r}.") from None
+    if isinstance(value, str | float | bool):
+        raise ConfigError(f"--kv-budget must be a whole number of tokens, not {value!r}.")
+    return value
 
 
 def _is_number(value: object) -> bool:
@@ -184,5 +203,11 @@ def _is_number(value: object) -> bool:
 
 
 def _require_int(what: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"{what} must be an integer of at least {at_least}, not {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{what} must be an integer, not {value!r}.")
+    if not at_least <= value <= MAX_TOKENS:
+        # Python refuses to print integers of thousands of digits.
+        shown = value if abs(value) < 2**63 else "so large a number"
+        raise ConfigError(
+            f"{what} must be an integer between {at_least} and {MAX_TOKENS}, not {shown}."
+        )

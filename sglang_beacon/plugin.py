@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from sglang_beacon.srt import admission, reporting, scheduler, server_args, worker
 from sglang_beacon.srt.compat import Hook
@@ -18,30 +19,6 @@ _SRT = "sglang.srt"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 _CONTROLLER = f"{_SRT}.managers.data_parallel_controller"
 _ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
-
-ENTRY_HOOKS = (
-    Hook(
-        f"{_SRT}.server_args.ServerArgs.add_cli_args",
-        "after",
-        server_args.add_flags,
-        ("parser",),
-        "declare --kv-policy, --kv-budget and --kv-policy-config",
-    ),
-    Hook(
-        f"{_SRT}.server_args.ServerArgs.from_cli_args",
-        "after",
-        server_args.attach_flags,
-        ("args",),
-        "validate them, and carry them to every process",
-    ),
-    Hook(
-        f"{_SCHEDULER}.__init__",
-        "around",
-        scheduler.start,
-        ("server_args", "port_args"),
-        "check SGLang and install the policy hooks, or do not start",
-    ),
-)
 
 LAUNCHER_HOOKS = (
     Hook(
@@ -145,6 +122,30 @@ POLICY_HOOKS = (
 )
 
 
+ENTRY_HOOKS = (
+    Hook(
+        f"{_SRT}.server_args.ServerArgs.add_cli_args",
+        "after",
+        server_args.add_flags,
+        ("parser",),
+        "declare --kv-policy, --kv-budget and --kv-policy-config",
+    ),
+    Hook(
+        f"{_SRT}.server_args.ServerArgs.from_cli_args",
+        "after",
+        server_args.attach_flags,
+        ("args",),
+        "validate them, and carry them to every process",
+    ),
+    Hook(
+        f"{_SCHEDULER}.__init__",
+        "around",
+        partial(scheduler.start, POLICY_HOOKS),
+        ("server_args", "port_args"),
+        "check SGLang and install the policy hooks, or do not start",
+    ),
+)
+
 ALL_HOOKS = {
     "always": ENTRY_HOOKS,
     "data-parallel controller": CONTROLLER_HOOKS,
@@ -162,7 +163,9 @@ def register() -> None:
     hooks = ENTRY_HOOKS + (CONTROLLER_HOOKS if _CONTROLLER in sys.modules else ())
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
-    register_resolution_hook("handle_other_validations")(server_args.resolve)
+    register_resolution_hook("handle_other_validations")(
+        partial(server_args.resolve, LAUNCHER_HOOKS, POLICY_HOOKS)
+    )
     if platform():
         from sglang_beacon.srt.cpu_platform import register_defaults
 

@@ -179,7 +179,7 @@ def test_demo_model_failures(
 
 def test_doctor_returns_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = ModuleType("sglang_beacon.srt.doctor")
-    doctor.main = lambda: 1  # type: ignore[attr-defined]
+    doctor.main = lambda hooks: 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, doctor.__name__, doctor)
     monkeypatch.setattr(srt, "doctor", doctor, raising=False)
     assert cli.main(["doctor"]) == 1

@@ -20,6 +20,8 @@ from sglang_beacon.config import (
     ConfigError,
     KVPolicyConfig,
     from_flags,
+    kept_tokens,
+    least_budget,
     reject_unknown,
 )
 
@@ -52,6 +54,11 @@ def test_defaults() -> None:
         (("beacon", [64], None), FLAG_BUDGET, "[64]"),
         (("beacon", "0", None), FLAG_BUDGET, "0"),
         (("beacon", -5, None), FLAG_BUDGET, "-5"),
+        (("beacon", "-5", None), FLAG_BUDGET, "-5"),
+        (("beacon", 2048.9, None), FLAG_BUDGET, "2048.9"),
+        (("beacon", True, None), FLAG_BUDGET, "True"),
+        (("beacon", 10**5000, None), FLAG_BUDGET, "so large a number"),
+        (("beacon", None, "a\0b"), FLAG_CONFIG, "readable"),
         (("beacon", None, '{"keep_ratio": 1}'), FLAG_CONFIG, "keep_ratio"),
         (("beacon", None, '{"keep_ratio": 0}'), FLAG_CONFIG, "keep_ratio"),
         (("beacon", None, '{"keep_ratio": -0.5}'), FLAG_CONFIG, "keep_ratio"),
@@ -230,3 +237,29 @@ def test_kept_is_a_share_in_whole_pages(budget: int, sixteenths: int, page_size:
 def test_the_configuration_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         KVPolicyConfig().budget = 3  # type: ignore[misc]
+
+
+def test_a_binary_settings_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="readable text file"):
+        from_flags("beacon", None, str(file))
+
+
+@given(
+    kept=st.integers(1, 500),
+    ratio=st.fractions(Fraction(1, 50), Fraction(49, 50)).map(float),
+    page_size=st.sampled_from([1, 16, 64]),
+)
+def test_the_least_budget_is_least(kept: int, ratio: float, page_size: int) -> None:
+    budget = least_budget(kept, ratio, page_size)
+    assert kept_tokens(budget, ratio, page_size) >= kept
+    assert budget == 1 or kept_tokens(budget - 1, ratio, page_size) < kept
+
+
+def test_a_tiny_ratio_is_answered_at_once() -> None:
+    assert least_budget(21, 1e-9, 1) == pytest.approx(21e9, rel=1e-3)
+
+
+def test_a_decimal_ratio_is_taken_as_written() -> None:
+    assert KVPolicyConfig(budget=100, keep_ratio=0.29).kept(1) == 29

@@ -28,12 +28,10 @@ ALLOWED = {
     "lab": BASE | {"policies", "runtime"},
     "srt": BASE | {"policies", "runtime"},
     "plugin": BASE | {"policies", "runtime", "srt"},
-    "cli": BASE | {"policies", "runtime", "srt", "lab"},
+    "cli": BASE | {"policies", "runtime", "srt", "plugin", "lab"},
     "__main__": {"cli"},
     "__init__": set(),
 }
-# The table of hooks names functions of `srt`, and some of those read it once they are called.
-DEFERRED = {("srt", "plugin")}
 
 
 def part_of(module: Path) -> str:
@@ -44,45 +42,32 @@ def parse(module: Path) -> ast.Module:
     return ast.parse((PACKAGE / module).read_text())
 
 
-def imports(module: Path) -> Iterator[tuple[str, bool]]:
-    """Names that a module imports, and whether a function does it; relative ones resolved."""
-    tree = parse(module)
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        deferred = id(node) in inside
+def imports(module: Path) -> Iterator[str]:
+    """Names that a module imports, inside functions too."""
+    for node in ast.walk(parse(module)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, deferred
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
             for alias in node.names:
-                yield f"{node.module}.{alias.name}", deferred
+                yield f"{node.module}.{alias.name}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_imports_point_one_way(module: Path) -> None:
     part = part_of(module)
-    for name, deferred in imports(module):
+    for name in imports(module):
         top, *rest = name.split(".")
-        if top != NAME:
-            continue
-        target = rest[0]
-        if target in ALLOWED[part] | {part} or target.startswith("__"):
-            continue
-        assert deferred, f"{module} imports {name}"
-        assert (part, target) in DEFERRED, f"{module} imports {name}"
+        if top == NAME and not rest[0].startswith("__"):
+            assert rest[0] in ALLOWED[part] | {part}, f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_sglang_is_imported_at_the_edge_alone(module: Path) -> None:
     if part_of(module) in ("srt", "plugin"):
         return
-    names = [name for name, _ in imports(module) if name.split(".")[0] == "sglang"]
+    names = [name for name in imports(module) if name.split(".")[0] == "sglang"]
     assert not names, f"{module} imports {names}"
 
 

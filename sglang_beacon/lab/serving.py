@@ -120,9 +120,13 @@ class Server:
         """Send one request; returns the `requests.Response`."""
         return requests.post(self.url + path, json=body, timeout=timeout_s)
 
+    def get(self, path: str, timeout_s: float = 60) -> Any:
+        """Ask for a page; returns the `requests.Response`."""
+        return requests.get(self.url + path, timeout=timeout_s)
+
     def info(self) -> dict[str, Any]:
         """``/server_info``."""
-        info: dict[str, Any] = requests.get(f"{self.url}/server_info", timeout=60).json()
+        info: dict[str, Any] = self.get("/server_info").json()
         return info
 
     def flush(self) -> None:

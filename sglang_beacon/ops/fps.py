@@ -37,8 +37,10 @@ def farthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
 
     unit = torch.nn.functional.normalize(points.float(), dim=-1)
     # Sum of similarities to the *other* points; dividing by M - 1 would not change the order.
-    to_others = unit @ unit.sum(-2).unsqueeze(-1) - unit.square().sum(-1, keepdim=True)
-    newest = to_others.squeeze(-1).argmin(-1, keepdim=True)
+    # Products and sums per row, not matrix products: those round equal rows differently by place,
+    # and ties would no longer be ties.
+    to_others = (unit * unit.sum(-2, keepdim=True)).sum(-1) - unit.square().sum(-1)
+    newest = to_others.argmin(-1, keepdim=True)
 
     chosen = [newest]
     nearest = torch.full(points.shape[:-1], -torch.inf, device=points.device)
@@ -46,7 +48,7 @@ def farthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
     for _ in range(count - 1):
         taken.scatter_(-1, newest, True)
         latest = unit.gather(-2, newest.unsqueeze(-1).expand(*newest.shape, unit.shape[-1]))
-        nearest = torch.maximum(nearest, (unit @ latest.transpose(-1, -2)).squeeze(-1))
+        nearest = torch.maximum(nearest, (unit * latest).sum(-1))
         newest = nearest.masked_fill(taken, torch.inf).argmin(-1, keepdim=True)
         chosen.append(newest)
     return torch.cat(chosen, dim=-1)

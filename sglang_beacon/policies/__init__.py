@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_beacon.config import KVPolicyConfig, reject_unknown
+from sglang_beacon.config import ConfigError, KVPolicyConfig, reject_unknown
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
 from sglang_beacon.policies.random import RandomPolicy
@@ -25,6 +25,10 @@ def create(config: KVPolicyConfig, page_size: int = 1) -> Policy | None:
     if config.policy not in POLICY_NAMES:
         raise reject_unknown(config.policy, POLICY_NAMES, "--kv-policy")
     if not config.enabled:
+        if config.options:
+            raise ConfigError(
+                "--kv-policy-config has settings of a policy: name it by --kv-policy."
+            )
         return None
     return POLICIES[config.policy](config, page_size)
 

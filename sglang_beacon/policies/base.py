@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_beacon import ops
-from sglang_beacon.config import SHARED_KEYS, ConfigError, KVPolicyConfig, reject_unknown
+from sglang_beacon.config import (
+    SHARED_KEYS,
+    ConfigError,
+    KVPolicyConfig,
+    least_budget,
+    reject_unknown,
+)
 from sglang_beacon.core import BufferShape, EvictionPlan, Observations
 
 
@@ -33,10 +39,11 @@ class Policy(ABC):
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         self.config = config
         self.options = self._checked_options(config.options)
-        if config.kept(page_size) < self.least_kept:
+        needed = least_budget(self.least_kept, config.keep_ratio, page_size)
+        if config.budget < needed:
             raise ConfigError(
                 f"--kv-budget {config.budget} is too small for --kv-policy {self.name}: it needs "
-                f"at least {self._least_budget(page_size)} tokens at page size {page_size}."
+                f"at least {needed} tokens at page size {page_size}."
             )
 
     @property
@@ -102,9 +109,3 @@ class Policy(ABC):
                     f"not {value!r}."
                 )
         return {**self.defaults, **given}
-
-    def _least_budget(self, page_size: int) -> int:
-        budget = self.least_kept
-        while int(budget * self.config.keep_ratio) // page_size * page_size < self.least_kept:
-            budget += 1
-        return budget

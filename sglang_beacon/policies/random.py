@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from sglang_beacon.config import ConfigError, KVPolicyConfig
 from sglang_beacon.core import Observations
 from sglang_beacon.policies.base import Policy
+
+MAX_SEED = 2**32
 
 
 class RandomPolicy(Policy):
@@ -24,6 +27,11 @@ class RandomPolicy(Policy):
 
     name: ClassVar[str] = "random"
     defaults: ClassVar[Mapping[str, Any]] = {"seed": 0}
+
+    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
+        super().__init__(config, page_size)
+        if not 0 <= self.options["seed"] < MAX_SEED:
+            raise ConfigError(f"seed in --kv-policy-config must lie between 0 and {MAX_SEED - 1}.")
 
     def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
         num_heads, num_keys, _ = keys.shape

@@ -82,7 +82,7 @@ def _freeze(
 ) -> tuple[int, ObservationPhase]:
     """FPS that is due before anything else: rows to choose from (0: none), and the phase after."""
     at_brink = phases.is_at_brink(shape, private, budget)
-    if phase.frozen and not at_brink:
+    if phase.frozen and phase.recent > phases.recent_at(shape, private, budget):
         # Fewer private tokens than foreseen: the prefix tree took more of the prompt.
         phase = phase._replace(frozen=False, recent=0)
     if phase.frozen or not (at_brink or phase.filled >= shape.rows):

@@ -109,5 +109,8 @@ class RequestState:
         self.evictions += 1
         self.evicted_tokens += eviction.freed
         self.freed += eviction.freed
-        # Prompt tokens come first, and a policy that prefers them keeps all that fit.
-        self.prompt_tokens = min(self.prompt_tokens, eviction.held_after - self.config.n_recent)
+        # Prompt tokens come first, and a policy that prefers them keeps all that fit besides the
+        # newest tokens, which may be of the prompt themselves.
+        generated = eviction.lengths.held - self.prompt_tokens
+        newest = min(self.config.n_recent, generated)
+        self.prompt_tokens = min(self.prompt_tokens, eviction.held_after - newest)

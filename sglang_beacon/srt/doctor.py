@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from sglang_beacon.srt import compat
@@ -13,15 +14,15 @@ PACKAGES = ("sglang-beacon", "sglang", "torch", "triton", "flashinfer-python", "
 PLUGIN = "beacon"
 
 
-def main() -> int:
-    """Print the report; 0 if a server would start, 1 if it would refuse."""
+def main(hooks: Mapping[str, Sequence[compat.Hook]]) -> int:
+    """Print the report on hooks, by group; 0 if a server would start, 1 if it would refuse."""
     for name, version in versions():
         print(f"{name:<20}{version}")
     print(f"{'device':<20}{device()}\n")
     broken = [problem for problem in installation() if problem]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        broken += hooks()
+        broken += report(hooks)
     print()
     for problem in broken:
         print(f"problem: {problem}")
@@ -43,13 +44,9 @@ def versions() -> list[tuple[str, str]]:
 
 def device() -> str:
     """The accelerator, or the CPU platform."""
-    import torch
+    from sglang.srt.platforms import current_platform
 
-    from sglang_beacon.plugin import platform as cpu_platform
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"cpu ({cpu_platform() or 'SGLang CPU engine'})"
+    return f"{current_platform.get_device_name()} ({type(current_platform).__name__})"
 
 
 def installation() -> list[str | None]:
@@ -63,14 +60,12 @@ def installation() -> list[str | None]:
     ]
 
 
-def hooks() -> list[str]:
+def report(hooks: Mapping[str, Sequence[compat.Hook]]) -> list[str]:
     """Print each hook and whether its target matches; the problems, if any."""
-    from sglang_beacon.plugin import ALL_HOOKS
-
-    for title, group in ALL_HOOKS.items():
+    for title, group in hooks.items():
         print(f"hooks ({title})")
         for hook in group:
             mark = "ok" if compat.problem_of(hook) is None else "MISSING"
             print(f"  {mark:<8}{hook.kind:<7} {hook.target.removeprefix('sglang.srt.')}")
             print(f"{'':<18}{hook.why}")
-    return compat.problems([hook for group in ALL_HOOKS.values() for hook in group])
+    return compat.problems([hook for group in hooks.values() for hook in group])

@@ -7,14 +7,14 @@ with the request takes it along.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_beacon import policies
 from sglang_beacon.config import REQUEST_KEYS, ConfigError, KVPolicyConfig
 from sglang_beacon.runtime.compactor import Work
 from sglang_beacon.runtime.request import RequestState
-from sglang_beacon.srt import compat
+from sglang_beacon.srt import attention, compat
 from sglang_beacon.srt.server_args import config_of
 
 if TYPE_CHECKING:
@@ -42,16 +42,17 @@ class PolicyFactory:
 
 
 def start(
-    original: Callable[..., None], scheduler: Scheduler, server_args: Any, *args: Any
+    hooks: Sequence[compat.Hook],
+    original: Callable[..., None],
+    scheduler: Scheduler,
+    server_args: Any,
+    *args: Any,
 ) -> None:
     """Around `Scheduler.__init__`: check SGLang and install the hooks, or do not start at all."""
-    from sglang_beacon.plugin import POLICY_HOOKS
-    from sglang_beacon.srt import attention
-
     config = config_of(server_args)
     if config.enabled:
-        compat.check(POLICY_HOOKS)
-        compat.install(POLICY_HOOKS)
+        compat.check(hooks)
+        compat.install(hooks)
         attention.wrap_backends()
     original(scheduler, server_args, *args)
     if config.enabled:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_beacon import policies
@@ -87,11 +88,14 @@ def attach(server_args: ServerArgs, policy: Any, budget: Any, extra: Any) -> Non
     setattr(server_args, ATTRIBUTE, config.as_dict())
 
 
-def resolve(server_args: ServerArgs, previous: Any) -> None:
+def resolve(
+    launcher_hooks: Sequence[compat.Hook],
+    policy_hooks: Sequence[compat.Hook],
+    server_args: ServerArgs,
+    previous: Callable[[Any], None],
+) -> None:
     """Around SGLang's last validation step: refuse what cannot work, before any model loads."""
     from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_beacon.plugin import LAUNCHER_HOOKS, POLICY_HOOKS
 
     previous(server_args)
     config = config_of(server_args)
@@ -105,8 +109,8 @@ def resolve(server_args: ServerArgs, previous: Any) -> None:
     if reason := refusals.reason(server_args, resolved):
         _refuse(server_args, reason)
     try:
-        compat.check(POLICY_HOOKS)
-        compat.install(LAUNCHER_HOOKS)
+        compat.check(policy_hooks)
+        compat.install(launcher_hooks)
     except compat.IncompatibleError as error:
         _refuse(server_args, str(error))
 

@@ -187,3 +187,12 @@ def test_a_long_prompt() -> None:
         nearest = similar[:, chosen[:step]].amax(1)
         nearest[chosen[:step]] = torch.inf
         assert nearest[chosen[step]] <= nearest.min() + TOLERANCE
+
+
+@pytest.mark.parametrize("num_points", [3, 5, 9, 33])
+@pytest.mark.parametrize("dim", [5, 64])
+def test_identical_vectors_are_chosen_in_order(num_points: int, dim: int) -> None:
+    """Equal rows must give equal similarities, or ties would depend on where a row lies."""
+    point = gaussian(dim, seed=1)
+    chosen = farthest_point_sample(point.expand(num_points, dim).contiguous(), 4)
+    assert chosen.tolist() == list(range(min(4, num_points)))

@@ -360,3 +360,14 @@ def test_wrong_names_and_options(name: str, options: dict[str, Any], message: st
     with pytest.raises(ConfigError) as caught:
         policies.create(KVPolicyConfig(policy=name, options=options))
     assert str(caught.value) == message
+
+
+def test_settings_without_a_policy_are_refused() -> None:
+    with pytest.raises(ConfigError, match="name it by --kv-policy"):
+        policies.create(KVPolicyConfig(options={"n_beacon": 8}))
+
+
+@pytest.mark.parametrize("seed", [-1, 10**14])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match="seed in --kv-policy-config"):
+        policies.create(KVPolicyConfig(policy="random", options={"seed": seed}))

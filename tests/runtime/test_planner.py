@@ -346,3 +346,26 @@ def test_a_budget_that_cannot_hold_a_page_is_refused() -> None:
     policies.create(config, 1)
     with pytest.raises(ConfigError, match="at page size 64"):
         policies.create(config, 64)
+
+
+def test_the_tree_took_more_than_foreseen_at_the_brink() -> None:
+    """Frozen too early, and still within the last tokens before the budget: no row overflows."""
+    config = KVPolicyConfig(policy="beacon", budget=64)
+    state = RequestState(config, policies.create(config), 1)
+    state.after_prefill(90, 0, 90)
+    for held in range(91, 140):
+        state.after_token()
+        state.plan(35, held - state.freed)
+
+
+def test_prompt_tokens_in_the_recent_window_stay_prompt() -> None:
+    """The bound on held prompt tokens follows an eviction that keeps prompt tokens as newest."""
+    config = KVPolicyConfig(policy="random", budget=64)
+    state = RequestState(config, policies.create(config), 1)
+    state.after_prefill(50, 0, 50)
+    for held in range(51, 65):
+        plan = state.plan(0, held)
+    assert plan.eviction is not None
+    assert plan.eviction.prompt_tokens == 50
+    # 14 generated tokens are the newest; 56 stay, so 42 are of the prompt.
+    assert state.prompt_tokens == 42

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from sglang_beacon.lab import serving
 
 PROBE = Path(__file__).parent / "probe"
@@ -39,7 +37,7 @@ class Server(serving.Server):
         """Wait until no request runs, by SGLang's own account."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
-            load = requests.get(f"{self.url}/v1/loads", timeout=30).json()["loads"][0]
+            load = self.get("/v1/loads").json()["loads"][0]
             if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
                 return
             time.sleep(0.2)
