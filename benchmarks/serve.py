@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from typing import Any
 
 from benchmarks.conditions import store
 from sglang_beacon.lab.demo_model import ensure
+from sglang_beacon.lab.random_model import VOCABULARY, save_random_qwen3
 from sglang_beacon.lab.serving import Server
 
 Row = dict[str, float]
@@ -37,9 +39,11 @@ Row = dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--model", type=Path, help="directory (default: the demo model)")
+    parser.add_argument(
+        "--model", default="demo", help="demo, random (tiny, no tokenizer) or a directory"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     STUDIES[args.study](args)
@@ -47,7 +51,7 @@ def main() -> None:
 
 def overhead(args: argparse.Namespace) -> None:
     """Step time at batch 8 and equal held length; the budget is never reached."""
-    batch, tokens = 8, 160
+    batch, tokens = 8, 72
 
     def measure(server: Server, seed: int) -> Row:
         jobs = [{"input_ids": prompt(32, seed + n), "max_new_tokens": tokens} for n in range(batch)]
@@ -108,13 +112,13 @@ def paired(
         "--dtype", args.dtype, "--max-total-tokens", str(slots), "--sleep-on-idle",
         "--enable-metrics",
     )  # fmt: skip
-    model = args.model or ensure()
+    model, flags = _model(args.model)
     rounds: list[dict[str, Row]] = []
     with ExitStack() as stack:
         servers = {
             policy: stack.enter_context(
                 Server(
-                    *common, "--kv-policy", policy, "--kv-budget", str(budget),
+                    *common, *flags, "--kv-policy", policy, "--kv-budget", str(budget),
                     model=model, threads=args.threads,
                 )
             )
@@ -159,13 +163,22 @@ def step_ms(server: Server, jobs: list[dict[str, Any]]) -> float:
     gaps = token_gaps_ms(server, jobs[0])
     others.join()
     # The first steps still wait for the others' prefills.
-    return statistics.median(gaps[20:])
+    return statistics.median(gaps[16:])
 
 
 def token_gaps_ms(server: Server, job: dict[str, Any]) -> list[float]:
     """Milliseconds between the tokens of one streamed request."""
     stamps = [time.perf_counter() for _ in server.stream(job["input_ids"], job["max_new_tokens"])]
     return [1e3 * (after - before) for before, after in pairwise(stamps)]
+
+
+def _model(name: str) -> tuple[Path, tuple[str, ...]]:
+    """Directory of a model, and the flags it needs."""
+    if name == "demo":
+        return ensure(), ()
+    if name == "random":
+        return save_random_qwen3(Path(tempfile.mkdtemp()) / "random"), ("--skip-tokenizer-init",)
+    return Path(name), ()
 
 
 class Watch:
@@ -199,7 +212,7 @@ class Watch:
 
 def prompt(tokens: int, seed: int) -> list[int]:
     """Random tokens: equal work for both servers, and no prefix in common."""
-    return random.Random(seed).choices(range(1000, 40_000), k=tokens)
+    return random.Random(seed).choices(range(2, VOCABULARY), k=tokens)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 @pytest.fixture(scope="session")
 def random_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a small random Qwen3 whose greedy output is diverse; no tokenizer."""
-    from support.models import save_random_qwen3
+    from sglang_beacon.lab.random_model import save_random_qwen3
 
     return save_random_qwen3(tmp_path_factory.mktemp("qwen3"))
 

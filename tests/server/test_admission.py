@@ -10,8 +10,9 @@ import random
 from pathlib import Path
 
 import pytest
-from support.models import VOCABULARY
 from support.server import Server
+
+from sglang_beacon.lab.random_model import VOCABULARY
 
 SLOTS, BUDGET, REQUESTS, GENERATED = 3000, 256, 8, 1400
 JOBS = [

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models import VOCABULARY
 from support.server import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.lab.random_model import VOCABULARY
 from sglang_beacon.lab.simulator import Simulator
 
 POLICIES = ("beacon", "streaming", "random")

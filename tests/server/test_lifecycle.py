@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from support.models import VOCABULARY
 from support.server import Server
+
+from sglang_beacon.lab.random_model import VOCABULARY
 
 BUDGET = 64
 PAGE = 16

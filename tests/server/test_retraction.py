@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from support.models import VOCABULARY
 from support.server import Server
+
+from sglang_beacon.lab.random_model import VOCABULARY
 
 BUDGET = 64
 # Steps between retractions: long enough that the victim has been compressed, and coprime with the

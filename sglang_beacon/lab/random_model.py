@@ -1,4 +1,4 @@
-"""Small models for tests: made, not downloaded, except for the demo model."""
+"""A tiny random model: made in a moment, and sensitive to everything its cache holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 512
+CONTEXT = 16_384
 
 
 def save_random_qwen3(directory: Path) -> Path:
-    """A random Qwen3 of 4 layers with 4:2 heads, scaled so that greedy output does not repeat.
+    """Write a random Qwen3 of 4 layers with 4:2 heads and no tokenizer; returns the directory.
 
-    Wide embeddings and sharp attention make every token depend on what the cache holds.
+    Weights are scaled so that greedy output does not repeat: wide embeddings and sharp attention
+    make every token depend on what the cache holds.
     """
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -24,7 +26,7 @@ def save_random_qwen3(directory: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         rope_theta=10_000.0,
         bos_token_id=0,
