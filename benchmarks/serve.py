@@ -43,6 +43,7 @@ def main() -> None:
         "--model", default="demo", help="demo, random (tiny, no tokenizer) or a directory"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds not counted, first")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -79,17 +80,24 @@ def pool(args: argparse.Namespace) -> None:
 
 
 def length(args: argparse.Namespace) -> None:
-    """One request thinks for 8,000 tokens; median step time around each seen length."""
-    marks, window, budget = (512, 1024, 2048, 4096, 8000), 64, 512
+    """Step time of one request, by how many tokens it has seen: median of five windows of steps.
+
+    The tokens before the mark come as a prompt, which is quicker than saying them. Without a radix
+    cache a prompt is the request's own, so it is evicted like what it says.
+    """
+    marks, windows, steps, budget = (512, 1024, 2048, 4096, 8000), 5, 24, 512
 
     def measure(server: Server, seed: int) -> Row:
-        gaps = token_gaps_ms(server, {"input_ids": prompt(16, seed), "max_new_tokens": 7984})
-        return {
-            f"step_ms_at_{mark}": statistics.median(gaps[mark - 16 - window : mark - 17])
-            for mark in marks
-        }
+        row = {}
+        for mark in marks:
+            job = {"input_ids": prompt(mark, seed + mark), "max_new_tokens": windows * steps + 9}
+            gaps = token_gaps_ms(server, job)[8:]
+            parts = [gaps[begin : begin + steps] for begin in range(0, windows * steps, steps)]
+            row[f"step_ms_at_{mark}"] = statistics.median(map(statistics.median, parts))
+        return row
 
-    paired(args, "length", {"budget": budget, "window": window}, 9000, budget, measure)
+    setup = {"budget": budget, "windows": windows, "steps_per_window": steps}
+    paired(args, "length", setup, 9000, budget, measure, "--disable-radix-cache")
 
 
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -106,29 +114,29 @@ def paired(
     slots: int,
     budget: int,
     measure: Callable[[Server, int], Row],
+    *flags: str,
 ) -> None:
     """Measure ``none`` and ``beacon`` in turns; print a table, then one JSON line."""
+    model, model_flags = _model(args.model)
     common = (
-        "--dtype", args.dtype, "--max-total-tokens", str(slots), "--sleep-on-idle",
-        "--enable-metrics",
+        "--dtype", args.dtype, "--max-total-tokens", str(slots), "--kv-budget", str(budget),
+        "--sleep-on-idle", *flags, *model_flags,
     )  # fmt: skip
-    model, flags = _model(args.model)
     rounds: list[dict[str, Row]] = []
     with ExitStack() as stack:
         servers = {
             policy: stack.enter_context(
-                Server(
-                    *common, *flags, "--kv-policy", policy, "--kv-budget", str(budget),
-                    model=model, threads=args.threads,
-                )
+                Server(*common, "--kv-policy", policy, model=model, threads=args.threads)
             )
             for policy in ("none", "beacon")
-        }  # fmt: skip
-        for number in range(args.rounds + 1):
-            row = {policy: measure(server, 1000 * number) for policy, server in servers.items()}
+        }
+        for number in range(1 - args.warmup, args.rounds + 1):
+            row = {
+                policy: measure(server, 1000 * number + 5000) for policy, server in servers.items()
+            }
             for server in servers.values():
                 server.flush()
-            if number:  # The first round warms up.
+            if number > 0:
                 rounds.append(row)
                 print(f"round {number}: {row}", flush=True)
 

@@ -49,7 +49,14 @@ def find_layers(model: nn.Module) -> list[RotaryLayer]:
         found[attention.layer_id] = RotaryLayer(attention, rotary)
     if sorted(found) != list(range(len(found))) or not found:
         raise RuntimeError("--kv-policy does not work with this model: its layers are not 0..L-1.")
-    return [found[index] for index in range(len(found))]
+    layers = [found[index] for index in range(len(found))]
+    shapes = {
+        (layer.attention.tp_q_head_num, layer.attention.tp_k_head_num, layer.attention.qk_head_dim)
+        for layer in layers
+    }
+    if len(shapes) > 1:
+        raise RuntimeError("--kv-policy does not work with this model: its layers differ in heads.")
+    return layers
 
 
 def self_test(layers: list[RotaryLayer], dtype: torch.dtype, device: torch.device | str) -> None:

@@ -57,7 +57,7 @@ def start(
     original(scheduler, server_args, *args)
     if config.enabled:
         scheduler.kv_policy = PolicyFactory(config, scheduler.page_size)
-        logger.info("KV policy: %s", config.as_dict())
+        logger.info("KV policy %s; %s", config.as_dict(), _worker(scheduler).describe(config))
 
 
 def admit(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_beacon import ops
+from sglang_beacon import ops, policies
+from sglang_beacon.capacity import ModelShape
+from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.runtime import compactor
 from sglang_beacon.runtime.compactor import LayerView, Work
 from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.query_stage import QueryStage
 from sglang_beacon.runtime.request import RequestState
 from sglang_beacon.srt import rotary
 
@@ -52,8 +55,30 @@ class PolicyWorker:
         self.page_size = runner.page_size
         self.pending: list[tuple[RequestState, int, Work]] = []
         self.stretches: list[Stretch] = []
-        # Queries of the step in flight, [num_layers, rows, H_q, D]; None while nobody observes.
-        self.staged: torch.Tensor | None = None
+        attention = self.layers[0].attention
+        self.heads, self.head_dim = attention.tp_q_head_num, attention.qk_head_dim
+        self.stage = QueryStage(
+            len(self.layers), self.heads, self.head_dim, _captured_rows(), self.dtype, self.device
+        )
+
+    def describe(self, config: KVPolicyConfig) -> str:
+        """What the policy holds in memory besides the KV pool."""
+        attention = self.layers[0].attention
+        shape = ModelShape(
+            num_layers=len(self.layers),
+            num_query_heads=self.heads,
+            num_kv_heads=attention.tp_k_head_num,
+            head_dim=self.head_dim,
+            num_parameters=1,
+            dtype_bytes=self.dtype.itemsize,
+        )
+        policy = policies.create(config, self.page_size)
+        rows = policy.observes.rows if policy is not None and policy.observes is not None else 0
+        state = shape.query_state_bytes(rows)
+        return (
+            f"query state {state / 1e6:.2f} MB per running request, "
+            f"the KV of {state / shape.kv_bytes_per_token:.0f} tokens"
+        )
 
     # Scheduler thread, before the batch is prepared.
 
@@ -67,52 +92,50 @@ class PolicyWorker:
         """Run planned work, then make room for the queries of this batch."""
         if self.pending:
             live = [work for state, life, work in self.pending if state.life == life]
+            for work in live:
+                _keep_for_this_stream(work.slots)
             compactor.run(live, self._views())
             self.pending.clear()
         self.stretches = []
-        self.staged = None
-        if batch.forward_mode.is_decode():
-            if any(req.kv_policy.buffer is not None for req in batch.reqs):
-                shape = self._query_shape(len(batch.reqs))
-                self.staged = torch.empty(shape, dtype=self.dtype, device=self.device)
-        else:
+        decoding = batch.forward_mode.is_decode()
+        observed = decoding and any(req.kv_policy.buffer is not None for req in batch.reqs)
+        self.stage.begin(len(batch.reqs), observed)
+        if not decoding:
             self._note_prompts(batch)
 
     def after_forward(self, batch: ScheduleBatch) -> None:
         """Append the queries of a decode step to their requests' buffers."""
-        if self.staged is None:
+        staged = self.stage.take()
+        if staged is None:
             return
         positions = (batch.orig_seq_lens - 1)[:, None]
         tables = [layer.table for layer in self.layers]
         if all(table.cos_sin is tables[0].cos_sin for table in tables):
-            queries = ops.derotate(self.staged, positions, tables[0])
+            queries = ops.derotate(staged, positions, tables[0])
         else:
             queries = torch.stack(
-                [ops.derotate(q, positions, t) for q, t in zip(self.staged, tables, strict=True)]
+                [ops.derotate(q, positions, t) for q, t in zip(staged, tables, strict=True)]
             )
         for index, req in enumerate(batch.reqs):
             state: RequestState = req.kv_policy
             if state.buffer is not None:
                 state.buffer.append(state.after_token(), queries[:, index])
-        self.staged = None
 
     # Attention backend, per layer.
 
     def observe_decode(self, layer_id: int, query: torch.Tensor) -> None:
         """Take one layer's rotated queries [rows, H_q * D] of a decode step."""
-        if self.staged is not None:
-            self.staged[layer_id].copy_(query.view_as(self.staged[layer_id]))
+        self.stage.write(layer_id, query)
 
     def observe_extend(self, layer_id: int, query: torch.Tensor, positions: torch.Tensor) -> None:
         """Fold one layer's rotated queries [tokens, H_q * D] of a prefill."""
         if not self.stretches:
             return
-        layer = self.layers[layer_id]
-        heads, head_dim = layer.attention.tp_q_head_num, layer.attention.qk_head_dim
-        query = query.view(query.shape[0], heads, head_dim)
+        query = query.view(query.shape[0], self.heads, self.head_dim)
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
-            pre = ops.derotate(query[rows], positions[rows, None], layer.table)
+            table = self.layers[layer_id].table
+            pre = ops.derotate(query[rows], positions[rows, None], table)
             stretch.buffer.fold_prompt(layer_id, pre, stretch.observed, stretch.recent)
 
     def _note_prompts(self, batch: ScheduleBatch) -> None:
@@ -128,9 +151,13 @@ class PolicyWorker:
             if state.shape is None:
                 continue
             if state.buffer is None:
-                layers, _, heads, head_dim = self._query_shape(1)
                 state.buffer = QueryBuffer(
-                    state.shape, layers, heads, head_dim, self.dtype, self.device
+                    state.shape,
+                    len(self.layers),
+                    self.heads,
+                    self.head_dim,
+                    self.dtype,
+                    self.device,
                 )
             self.stretches.append(Stretch(state.buffer, begin, end, observed, recent))
 
@@ -139,10 +166,6 @@ class PolicyWorker:
         if not self.tree_takes_prompts or req.skip_radix_cache_insert:
             return req.kv.cache_protected_len
         return held // self.page_size * self.page_size
-
-    def _query_shape(self, rows: int) -> tuple[int, int, int, int]:
-        attention = self.layers[0].attention
-        return len(self.layers), rows, attention.tp_q_head_num, attention.qk_head_dim
 
     def _views(self) -> list[LayerView]:
         return [
@@ -154,6 +177,20 @@ class PolicyWorker:
             )
             for index, layer in enumerate(self.layers)
         ]
+
+
+def _captured_rows() -> int:
+    """Most rows of a decode step that runs as a CUDA graph; 0 if none does."""
+    from sglang.srt.runtime_context import get_exec
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    return 0 if decode.backend == "disabled" else max(decode.bs)
+
+
+def _keep_for_this_stream(tensor: torch.Tensor | None) -> None:
+    """Keep memory that another stream allocated until what this one launches has read it."""
+    if tensor is not None and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def build(result: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:

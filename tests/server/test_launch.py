@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.server import launch_error
 from transformers import AutoConfig
 
-from sglang_beacon.srt import compat, server_args
+from sglang_beacon import cli
+from sglang_beacon.srt import compat, refusals, server_args
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,85 @@ def test_bad_flags(prepare, random_qwen3: Path, argv: list[str], expected: str) 
 )
 def test_unsupported_combinations(prepare, random_qwen3: Path, argv: list[str], flag: str) -> None:
     assert flag in refusal(prepare, random_qwen3, "--kv-policy", "beacon", *argv)
+
+
+# One way to meet each row of the table, by the attribute SGLang resolves the flag to.
+OFFENDING_SETTINGS = {
+    "--speculative-algorithm": {"speculative_algorithm": "EAGLE"},
+    "--enable-dp-attention": {"enable_dp_attention": True},
+    "--pp-size": {"pp_size": 2},
+    "--dcp-size": {"dcp_size": 2},
+    "--attn-cp-size": {"attn_cp_size": 2},
+    "--enable-mixed-chunk": {"enable_mixed_chunk": True},
+    "--disaggregation-mode": {"disaggregation_mode": "prefill"},
+    "--disaggregation-decode-enable-offload-kvcache": {
+        "disaggregation_decode_enable_offload_kvcache": True
+    },
+    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--enable-lmcache": {"enable_lmcache": True},
+    "--enable-unified-cache-external-linker": {"enable_unified_cache_external_linker": True},
+    "--enable-hisparse": {"enable_hisparse": True},
+    "--enable-unified-memory": {"enable_unified_memory": True},
+    "--enable-page-major-kv-layout": {"enable_page_major_kv_layout": True},
+    "--enable-pdmux": {"enable_pdmux": True},
+    "--enable-streaming-session": {"enable_streaming_session": True},
+    "--enable-session-radix-cache": {"enable_session_radix_cache": True},
+    "--kv-canary": {"kv_canary": "log"},
+    "--enable-return-routed-experts": {"enable_return_routed_experts": True},
+    "--enable-return-indexer-topk": {"enable_return_indexer_topk": True},
+    "--dllm-algorithm": {"dllm_algorithm": "LowConfidence"},
+    "--enable-torch-compile": {"enable_torch_compile": True},
+    "--kv-cache-dtype": {"kv_cache_dtype": "fp8_e4m3"},
+    "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
+    "--attention-backend": {"decode_attention_backend": "fa3"},
+}
+OFFENDING_MODELS = {
+    "an embedding model": {"is_generation": False},
+    "MLA": {"attention_arch": SimpleNamespace(name="MLA")},
+    "sliding-window": {"is_hybrid_swa": True},
+    "chunked local attention": {"attention_chunk_size": 8192},
+    "multimodal rotary": {"model_is_mrope": True},
+    "encoder-decoder": {"is_encoder_decoder": True},
+}
+
+
+class Changed:
+    """An object of SGLang's with some attributes of ours."""
+
+    def __init__(self, original: object, changes: dict) -> None:
+        self.original, self.changes = original, changes
+
+    def __getattr__(self, name: str):
+        return self.changes[name] if name in self.changes else getattr(self.original, name)
+
+
+@pytest.fixture(scope="module")
+def accepted(prepare, random_qwen3: Path):
+    """Resolved settings, and the model they load, of a launch that is not refused."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+
+    args = prepare("--model-path", str(random_qwen3), "--kv-policy", "beacon")
+    assert refusals.reason(args, resolved_view(args)) is None
+    return resolved_view(args), model_config_of(args)
+
+
+def test_each_refused_setting(accepted) -> None:
+    """Every row of the table is met by what it is for, names its flag, and by nothing else."""
+    settings, _ = accepted
+    assert len(OFFENDING_SETTINGS) == len(refusals.SETTINGS)
+    for flag, changes in OFFENDING_SETTINGS.items():
+        met = [row for row in refusals.SETTINGS if row.applies(Changed(settings, changes))]
+        assert len(met) == 1, flag
+        assert flag in met[0].reason
+
+
+def test_each_refused_model(accepted) -> None:
+    _, model = accepted
+    assert len(OFFENDING_MODELS) == len(refusals.MODELS)
+    for kind, changes in OFFENDING_MODELS.items():
+        met = [row for row in refusals.MODELS if row.applies(Changed(model, changes))]
+        assert len(met) == 1, kind
+        assert kind in met[0].reason
 
 
 @pytest.mark.parametrize(
@@ -186,6 +267,24 @@ def test_a_changed_target_is_noticed() -> None:
     assert "no_such_parameter" in (compat.problem_of(renamed) or "")
     with pytest.raises(compat.IncompatibleError, match="was not installed"):
         compat.verify([hook._replace(function=lambda: None)])
+
+
+def test_doctor(prepare, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It lists every hook, and its exit code says whether a server would start."""
+    from sglang_beacon.plugin import ALL_HOOKS
+
+    assert cli.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for group in ALL_HOOKS.values():
+        for hook in group:
+            assert hook.target.removeprefix("sglang.srt.") in output
+    assert "would start" in output
+    monkeypatch.setenv("SGLANG_PLUGINS", "something_else")
+    assert cli.main(["doctor"]) == 1
+    assert "refuse to start" in capsys.readouterr().out
+    monkeypatch.delenv("SGLANG_PLUGINS")
+    monkeypatch.setattr(compat, "SGLANG_VERSION", "0.0.0")
+    assert cli.main(["doctor"]) == 1
 
 
 def test_fields_are_there() -> None:
