@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from support.server import Server
+from support.server import Server, check_decode_steps
 
 from sglang_beacon.lab.random_model import VOCABULARY
 
@@ -34,7 +34,9 @@ def run(model: Path, policy: str) -> tuple[list[dict], list[dict]]:
         replies = server.generate_all(SHORT)
         since = len(server.steps())
         assert all(len(r["tokens"]) == GENERATED for r in server.generate_all(JOBS))
-        return server.steps(since), replies
+        steps = server.steps(since)
+        check_decode_steps(steps)
+        return steps, replies
 
 
 @pytest.fixture(scope="module")

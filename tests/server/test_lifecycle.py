@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from support.server import Server
+from support.server import Server, check_decode_steps
 
 from sglang_beacon.lab.random_model import VOCABULARY
 
@@ -44,30 +44,18 @@ def free_slots(server: Server) -> int:
     return first["free"] + first["evictable"] + PAGE
 
 
-def check_lengths(steps: list[dict]) -> int:
-    """Every decode step of every request: bounded slots, logical positions, physical lengths."""
-    checked = 0
-    for step in steps:
-        if step["mode"] != "DECODE":
-            continue
-        for index, req in enumerate(step["reqs"]):
-            assert step["positions"][index] == req["logical"] - 1
-            assert step["seq_lens"][index] == req["held"] == req["committed"]
-            # The tree takes the prompt when the prefill's result is processed, one step later.
-            if req["decoded"] > 1:
-                assert req["held"] - req["tree"] <= BUDGET + PAGE
-                checked += 1
-    return checked
-
-
 def test_lengths_at_every_step(server: Server) -> None:
     """Prompts around the page size, in one batch, some in several chunks."""
     since = len(server.steps())
     lengths = (5, PAGE - 1, PAGE, PAGE + 1, 63, 64, 65, 200)
     server.generate_all([{"input_ids": prompt(n, n), "max_new_tokens": 150 + n} for n in lengths])
-    steps = server.steps(since)
-    assert check_lengths(steps) > 1000
-    assert max(r["logical"] - r["held"] for s in steps for r in s.get("reqs", ())) > 100
+    decoded = check_decode_steps(server.steps(since))
+    assert len(decoded) > 1000
+    assert max(req["logical"] - req["held"] for req in decoded) > 100
+    for req in decoded:
+        # The tree takes the prompt when the prefill's result is processed, one step later.
+        if req["decoded"] > 1:
+            assert req["held"] - req["tree"] <= BUDGET + PAGE
 
 
 def test_same_output_at_any_concurrency(server: Server) -> None:
@@ -177,9 +165,6 @@ def test_two_hundred_mixed_requests(server: Server) -> None:
     since = len(server.steps())
     for begin in range(0, len(jobs), 40):
         server.generate_all(jobs[begin : begin + 40])
-    for step in server.steps(since):
-        if step["mode"] == "DECODE":
-            for index, req in enumerate(step["reqs"]):
-                assert step["positions"][index] == req["logical"] - 1
+    check_decode_steps(server.steps(since))
     server.flush()
     assert free_slots(server) == 4096

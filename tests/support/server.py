@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,21 @@ class Server(serving.Server):
                 return
             time.sleep(0.2)
         raise TimeoutError("the server is still busy")
+
+
+def check_decode_steps(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Check lengths and positions of every decoded token; returns one record for each.
+
+    Attention reads what is held, and a token sits at the place it has among all that was seen.
+    """
+    decoded = []
+    for step in steps:
+        if step["mode"] == "DECODE":
+            for index, req in enumerate(step["reqs"]):
+                assert step["positions"][index] == req["logical"] - 1
+                assert step["seq_lens"][index] == req["held"] == req["committed"]
+                decoded.append(req)
+    return decoded
 
 
 def launch_error(
