@@ -20,7 +20,13 @@ STRICT = {
 
 
 class Server(serving.Server):
-    """A server whose scheduler checks its memory at every step and says what it holds."""
+    """A server whose scheduler checks its memory at every step and says what it holds.
+
+    It sleeps when idle, to leave the cores to what the test computes meanwhile.
+    """
+
+    def __init__(self, *args: str, **kwargs: Any) -> None:
+        super().__init__(*args, "--sleep-on-idle", **kwargs)
 
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         path = os.pathsep.join([str(PROBE), os.environ.get("PYTHONPATH", "")])

@@ -1,0 +1,50 @@
+"""A real model, served under a budget, says what the simulator says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.server import Server
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.lab.simulator import Simulator
+
+POLICIES = ("beacon", "streaming", "random")
+
+
+@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
+def page_size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, page_size: int):
+    with Server(
+        "--dtype", "float32", "--kv-policy", "beacon", "--kv-budget", "96",
+        "--page-size", str(page_size), "--max-total-tokens", "4096", model=demo_model,
+    ) as server:  # fmt: skip
+        yield server
+
+
+def test_tokens(server: Server, demo_model: Path, page_size: int) -> None:
+    """200 tokens of real text under a budget of 96, all policies in one batch."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Tell a long story about a lighthouse keeper."}],
+        add_generation_prompt=True,
+    )["input_ids"]
+    replies = server.generate_all(
+        [
+            {"input_ids": prompt, "max_new_tokens": 200, "custom_params": {"kv_policy": name}}
+            for name in POLICIES
+        ]
+    )
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
+    for policy, reply in zip(POLICIES, replies, strict=True):
+        config = KVPolicyConfig(policy=policy, budget=96)
+        expected = Simulator(model, config, page_size).generate(prompt, 200)
+        assert len(expected.kept) >= 5
+        assert reply["tokens"] == expected.tokens, policy
