@@ -178,8 +178,9 @@ def _read_settings(extra: str | Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             text = Path(extra).read_text()
         except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "not text"
             raise ConfigError(
-                f"{flag} {extra!r} is neither a JSON object nor a readable text file ({error})."
+                f"{flag} {extra!r} is neither a JSON object nor a readable text file ({why})."
             ) from None
     try:
         settings = json.loads(text)
