@@ -215,34 +215,21 @@ def estimate(
     )
 
 
-def largest_batch(
-    shape: ModelShape,
-    memory_bytes: int,
-    prompt: int,
-    generate: int,
-    budget: int | None = None,
-    *,
-    page_size: int = 1,
-    num_queries: int = DEFAULT_NUM_QUERIES,
-    overhead_bytes: int = RUNTIME_OVERHEAD_BYTES,
-) -> int:
-    """Return the most requests whose `estimate` fits in `memory_bytes`; 0 when not even one does.
+def largest_batch(one: MemoryEstimate, memory_bytes: int) -> int:
+    """Return the most requests like that of ``one`` that fit; 0 when not even one does.
+
+    Parameters
+    ----------
+    one
+        The `estimate` of a batch of 1.
+    memory_bytes
+        For everything, weights and overhead included.
 
     Raises
     ------
     ValueError
-        As `estimate`, and when a request holds no token at all.
+        When the request holds no token at all.
     """
-    one = estimate(
-        shape,
-        1,
-        prompt,
-        generate,
-        budget,
-        page_size=page_size,
-        num_queries=num_queries,
-        overhead_bytes=overhead_bytes,
-    )
     if one.tokens_per_request == 0:
         raise ValueError("a request needs at least one prompt or generated token")
     free = memory_bytes - one.weight_bytes - one.overhead_bytes

@@ -162,18 +162,14 @@ class Plan:
 
     def largest_batch(self, budget: int | None) -> int:
         """Return the most requests that fit with this budget; None is no policy."""
-        return capacity.largest_batch(
-            self.shape,
-            self.gpu_memory_bytes,
-            self.prompt,
-            self.generate,
-            budget,
-            page_size=self.page_size,
-        )
+        return capacity.largest_batch(self._estimate(1, budget), self.gpu_memory_bytes)
 
     def estimate(self, budget: int | None) -> MemoryEstimate:
         """Return the memory of the batch with this budget; None is no policy."""
         batch = max(1, self.largest_batch(None)) if self.batch is None else self.batch
+        return self._estimate(batch, budget)
+
+    def _estimate(self, batch: int, budget: int | None) -> MemoryEstimate:
         return capacity.estimate(
             self.shape, batch, self.prompt, self.generate, budget, page_size=self.page_size
         )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_beacon.capacity import (
+    MemoryEstimate,
     ModelShape,
     estimate,
     held_tokens,
@@ -210,17 +211,17 @@ def test_memory_grows_with_everything(
 def test_largest_batch_fits_and_one_more_does_not(
     shape: ModelShape, memory: int, prompt: int, generate: int, budget: int | None, page: int
 ) -> None:
-    def total(batch: int) -> int:
-        return estimate(shape, batch, prompt, generate, budget, page_size=page).total_bytes
+    def of(batch: int) -> MemoryEstimate:
+        return estimate(shape, batch, prompt, generate, budget, page_size=page)
 
-    batch = largest_batch(shape, memory, prompt, generate, budget, page_size=page)
-    assert batch == 0 or total(batch) <= memory
-    assert total(batch + 1) > memory
+    batch = largest_batch(of(1), memory)
+    assert batch == 0 or of(batch).total_bytes <= memory
+    assert of(batch + 1).total_bytes > memory
 
 
 def test_batch_of_empty_requests_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one prompt or generated token"):
-        largest_batch(ModelShape.from_config(SMALL), 10**10, 0, 0)
+        largest_batch(estimate(ModelShape.from_config(SMALL), 1, 0, 0), 10**10)
     with pytest.raises(ValueError, match="batch must not be negative"):
         estimate(ModelShape.from_config(SMALL), -1, 1, 1)
 

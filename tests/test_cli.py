@@ -58,7 +58,8 @@ def test_plan_json_agrees_with_capacity(capsys: pytest.CaptureFixture[str]) -> N
     result = run_json(capsys, "--prompt", "500", "--batch", "3", "--page-size", "16", "--tp", "2")
     shape = capacity.ModelShape.from_config(json.loads(CONFIG.read_text())).shard(2)
     with_policy = capacity.estimate(shape, 3, 500, 32768, 2048, page_size=16)
-    largest = capacity.largest_batch(shape, 80 * 10**9, 500, 32768, 2048, page_size=16)
+    one = capacity.estimate(shape, 1, 500, 32768, 2048, page_size=16)
+    largest = capacity.largest_batch(one, 80 * 10**9)
     assert result["batch"] == 3
     assert result["kv_bytes_per_token"] == shape.kv_bytes_per_token
     assert result["query_state_bytes_per_request"] == shape.query_state_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -120,6 +121,10 @@ class Server:
         """Send one request; returns the `requests.Response`."""
         return requests.post(self.url + path, json=body, timeout=timeout_s)
 
+    def open_post(self, path: str, body: Mapping[str, Any], timeout_s: float = 3600) -> Any:
+        """Send one request whose answer is read as it comes; closing it disconnects."""
+        return requests.post(self.url + path, json=body, stream=True, timeout=timeout_s)
+
     def get(self, path: str, timeout_s: float = 60) -> Any:
         """Ask for a page; returns the `requests.Response`."""
         return requests.get(self.url + path, timeout=timeout_s)
@@ -173,9 +178,7 @@ class Server:
         """Generate like `generate`, yielding each reply as it arrives."""
         body = self._body(input_ids, max_new_tokens, sampling)
         body["stream"] = True
-        with requests.post(
-            f"{self.url}/generate", json=body, stream=True, timeout=3600
-        ) as response:
+        with self.open_post("/generate", body) as response:
             for line in response.iter_lines():
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
@@ -188,7 +191,16 @@ class Server:
 
 
 def free_port() -> int:
-    """A local TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A local TCP port that nobody listens on.
+
+    Below the range that the system hands out by itself, or somebody else may have it by the time
+    the server binds it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

@@ -15,16 +15,11 @@ from sglang_beacon.lab.simulator import Simulator
 POLICIES = ("beacon", "streaming", "random")
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=["page1", "page16"])
-def page_size(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def server(demo_model: Path, page_size: int):
     with Server(
         "--dtype", "float32", "--kv-policy", "beacon", "--kv-budget", "96",
-        "--page-size", str(page_size), "--max-total-tokens", "4096", model=demo_model,
+        "--page-size", str(page_size), "--max-total-tokens", "4096", model=demo_model, threads=1,
     ) as server:  # fmt: skip
         yield server
 
