@@ -19,7 +19,7 @@ serve: $(INSTALLED)
 	    --kv-policy beacon --kv-budget $(BUDGET) $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

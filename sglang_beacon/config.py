@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_BUDGET = 2048
-SHARED_PREFIX_MODES = ("pin",)
+SHARED_PREFIX_MODES = ("auto", "pin", "copy")
 # A bound for every count of tokens: far above any context, far below any overflow.
 MAX_TOKENS = 2**30
 # The keys of `custom_params` that a request may use to override the server's policy.
@@ -31,7 +31,7 @@ class KVPolicyConfig:
     policy : str
         Name in the registry of `sglang_beacon.policies`; ``"none"`` keeps everything.
     budget : int
-        Private tokens at which an eviction is due (``B_max``), per request, layer and KV head.
+        Tokens at which an eviction is due (``B_max``), per request, layer and KV head.
     keep_ratio : float
         Share of the budget that an eviction leaves (``B_min / B_max``), in (0, 1).
     n_prefix : int
@@ -39,8 +39,15 @@ class KVPolicyConfig:
     n_recent : int
         Newest tokens that are never evicted; also how many recent queries observe.
     shared_prefix : str
-        ``"pin"``: the prompt that the prefix tree owns stays whole and attached, and the budget
-        counts the request's private tokens.
+        How the part of the prompt that the prefix tree owns is counted: not at all and never
+        evicted (``"pin"``), in full and evicted like the rest (``"copy"``), or at the request's
+        share, as long as that is small (``"auto"``); see `sglang_beacon.runtime.allowance`.
+    prefix_beacons_mb : int
+        MiB of host memory for the beacons of cached prompts, which requests that share them
+        start from; 0 keeps none.
+    query_memory_mb : int or None
+        MiB of device memory for the query buffers of running requests; None takes what is free
+        on a GPU once the KV pool stands.
     options : Mapping[str, object]
         The policy's own settings, checked by the policy.
 
@@ -55,7 +62,9 @@ class KVPolicyConfig:
     keep_ratio: float = 7 / 8
     n_prefix: int = 4
     n_recent: int = 16
-    shared_prefix: str = "pin"
+    shared_prefix: str = "auto"
+    prefix_beacons_mb: int = 256
+    query_memory_mb: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,6 +73,9 @@ class KVPolicyConfig:
         _require_int("--kv-budget", self.budget, at_least=1)
         _require_int("n_prefix in --kv-policy-config", self.n_prefix, at_least=0)
         _require_int("n_recent in --kv-policy-config", self.n_recent, at_least=1)
+        _require_int("prefix_beacons_mb in --kv-policy-config", self.prefix_beacons_mb, at_least=0)
+        if self.query_memory_mb is not None:
+            _require_int("query_memory_mb in --kv-policy-config", self.query_memory_mb, at_least=1)
         ratio = self.keep_ratio
         if not _is_number(ratio) or not 0 < ratio < 1:
             raise ConfigError(
@@ -78,10 +90,6 @@ class KVPolicyConfig:
     @property
     def enabled(self) -> bool:
         return self.policy != "none"
-
-    def kept(self, page_size: int) -> int:
-        """Private tokens that an eviction leaves: ``keep_ratio * budget``, in whole pages."""
-        return kept_tokens(self.budget, self.keep_ratio, page_size)
 
     def with_request(self, params: Mapping[str, Any]) -> KVPolicyConfig:
         """Return the configuration of one request, from its ``custom_params``.
@@ -105,6 +113,8 @@ class KVPolicyConfig:
             "n_prefix": self.n_prefix,
             "n_recent": self.n_recent,
             "shared_prefix": self.shared_prefix,
+            "prefix_beacons_mb": self.prefix_beacons_mb,
+            "query_memory_mb": self.query_memory_mb,
             "options": dict(self.options),
         }
 
@@ -124,7 +134,14 @@ def least_budget(kept: int, keep_ratio: float, page_size: int) -> int:
     return budget
 
 
-SHARED_KEYS = ("keep_ratio", "n_prefix", "n_recent", "shared_prefix")
+SHARED_KEYS = (
+    "keep_ratio",
+    "n_prefix",
+    "n_recent",
+    "shared_prefix",
+    "prefix_beacons_mb",
+    "query_memory_mb",
+)
 
 
 def from_flags(

@@ -8,8 +8,14 @@ One request's row of KV slots, in row positions (half-open, in tokens)::
 
 The prefix tree owns ``[0, pinned)``; nobody writes there. An eviction keeps, per layer and KV
 head, ``kept`` of the private tokens, moves them into the first ``kept`` private slots in position
-order, and gives the rest back. Row positions count what a request *holds*; ``logical`` counts
-what it has *seen*, and is what RoPE positions and stop conditions follow.
+order, and gives the rest back. One that *detaches* the request keeps ``kept`` of all its tokens,
+in slots that are private, its own first and new ones after them, and leaves the tree its part::
+
+    0                      kept                                  held
+    |   private, rewritten  |   own slots left over: given back   |
+
+Row positions count what a request *holds*; ``logical`` counts what it has *seen*, and is what
+RoPE positions and stop conditions follow.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ class RequestLengths:
 
     @property
     def private(self) -> int:
-        """Tokens only this request holds: what the budget counts."""
+        """Tokens only this request holds."""
         return self.held - self.pinned
 
 
@@ -62,8 +68,8 @@ class BufferShape(NamedTuple):
 class ObservationPhase(NamedTuple):
     """Where one request stands in the life of its query buffer (see `runtime.phase`).
 
-    ``filled`` rows are in use; once the beacons are frozen, the last ``recent`` of those rows are
-    the newest tokens' own queries, in order.
+    ``filled`` rows are in use, of which the last ``recent`` are the newest tokens' own queries, in
+    order. Once the beacons are ``frozen``, those are kept apart until the eviction.
     """
 
     filled: int = 0
@@ -76,48 +82,68 @@ NOTHING_OBSERVED = ObservationPhase()
 
 @dataclass(frozen=True)
 class EvictionPlan:
-    """One eviction of one request: how many private tokens stay. Which ones, the device decides.
+    """One eviction of one request: how many tokens stay. Which ones, the device decides.
 
-    ``lengths`` are those before the eviction. ``prompt_tokens`` bounds how many of the leading
-    held tokens belong to the prompt (exact for policies that prefer them).
+    Attributes
+    ----------
+    lengths : RequestLengths
+        Before the eviction.
+    kept : int
+        Tokens that stay, of those past ``pinned``.
+    prompt_tokens : int
+        Bounds how many of the leading held tokens belong to the prompt (exact for policies that
+        prefer them).
+    detach : bool
+        Whether the tree's part is chosen from as well, and left to the tree.
     """
 
     lengths: RequestLengths
     kept: int
     prompt_tokens: int
+    detach: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.kept < self.lengths.private:
-            raise ValueError(f"an eviction must keep some private tokens and free some: {self}")
+        if not 0 < self.kept < self.lengths.held - self.pinned:
+            raise ValueError(f"an eviction must keep some tokens and free some: {self}")
+
+    @property
+    def pinned(self) -> int:
+        """Leading row positions that stay as they are."""
+        return 0 if self.detach else self.lengths.pinned
 
     @property
     def held_after(self) -> int:
-        return self.lengths.pinned + self.kept
+        return self.pinned + self.kept
 
     @property
     def freed(self) -> int:
         return self.lengths.held - self.held_after
 
 
+class Fold(NamedTuple):
+    """FPS over the first ``filled`` buffer rows; the last ``carried`` of them follow the chosen."""
+
+    filled: int
+    carried: int = 0
+
+
 @dataclass(frozen=True)
 class RequestPlan:
     """What one request needs on the device before its next token, in this order.
 
-    1. ``freeze``: FPS over the first ``freeze`` buffer rows (0: nothing to do);
+    1. ``freeze``: fold the query buffer;
     2. ``eviction``: score, select, compact, with the queries described by ``observed``;
-    3. ``roll``: FPS over the first ``roll`` buffer rows, after which the last ``carried`` of them
-       stay as recent queries.
+    3. ``roll``: fold the query buffer again.
     """
 
-    freeze: int = 0
+    freeze: Fold | None = None
     eviction: EvictionPlan | None = None
     observed: ObservationPhase = NOTHING_OBSERVED
-    roll: int = 0
-    carried: int = 0
+    roll: Fold | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self.eviction is None and not self.freeze and not self.roll
+        return self.eviction is None and self.freeze is None and self.roll is None
 
 
 class Observations(NamedTuple):

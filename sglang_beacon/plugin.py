@@ -12,7 +12,7 @@ import os
 import sys
 from functools import partial
 
-from sglang_beacon.srt import admission, reporting, scheduler, server_args, worker
+from sglang_beacon.srt import admission, reporting, scheduler, server_args, tree_eviction, worker
 from sglang_beacon.srt.compat import Hook
 
 _SRT = "sglang.srt"
@@ -21,6 +21,13 @@ _CONTROLLER = f"{_SRT}.managers.data_parallel_controller"
 _ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
 
 LAUNCHER_HOOKS = (
+    Hook(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._accumulate_request_meta_info",
+        "around",
+        reporting.unwrap_reply,
+        ("meta_info", "state", "key", "values"),
+        "a reply names the state of its request once",
+    ),
     Hook(
         f"{_SRT}.entrypoints.engine._wait_for_scheduler_ready",
         "after",
@@ -50,10 +57,24 @@ POLICY_HOOKS = (
     ),
     Hook(
         f"{_SCHEDULER}._add_request_to_queue",
-        "before",
+        "around",
         scheduler.admit,
         ("req",),
         "give a request its policy, or answer 400",
+    ),
+    Hook(
+        f"{_SCHEDULER}.init_req_max_new_tokens",
+        "around",
+        admission.note_asked,
+        ("req",),
+        "remember how much a request asked for, which may be more than the pool has slots",
+    ),
+    Hook(
+        f"{_SCHEDULER}.get_output_streamer_class",
+        "after",
+        reporting.add_to_replies,
+        ("self",),
+        "report lengths and evictions in each reply",
     ),
     Hook(
         f"{_SCHEDULER}.update_running_batch",
@@ -64,7 +85,7 @@ POLICY_HOOKS = (
     ),
     Hook(
         f"{_SRT}.mem_cache.common.release_kv_cache",
-        "after",
+        "around",
         scheduler.forget,
         ("req", "tree_cache", "checkpoint"),
         "drop what was planned for a request that was finished, aborted or retracted",
@@ -79,9 +100,9 @@ POLICY_HOOKS = (
     Hook(
         f"{_ADDER}.add_one_req",
         "around",
-        admission.add_capped,
+        admission.add_with_room_for_queries,
         ("req",),
-        "a new request reserves up to its budget only",
+        "a new request reserves up to its budget only, and needs room for its queries",
     ),
     Hook(
         f"{_ADDER}.add_chunked_req",
@@ -89,6 +110,13 @@ POLICY_HOOKS = (
         admission.add_capped,
         ("req",),
         "so does one whose prompt arrives in chunks",
+    ),
+    Hook(
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+        "after",
+        admission.keep_order,
+        ("reqs",),
+        "retract whoever gives back most, and nobody who could not be computed again",
     ),
     Hook(
         f"{_SRT}.model_executor.model_runner.ModelRunner._init_post_memory_pool_components",
@@ -166,6 +194,7 @@ def register() -> None:
     register_resolution_hook("handle_other_validations")(
         partial(server_args.resolve, LAUNCHER_HOOKS, POLICY_HOOKS)
     )
+    tree_eviction.register()
     if platform():
         from sglang_beacon.srt.cpu_platform import register_defaults
 

@@ -40,7 +40,7 @@ def test_defaults() -> None:
     assert config == KVPolicyConfig()
     assert not config.enabled
     assert (config.budget, config.keep_ratio) == (2048, 7 / 8)
-    assert (config.n_prefix, config.n_recent, config.shared_prefix) == (4, 16, "pin")
+    assert (config.n_prefix, config.n_recent, config.shared_prefix) == (4, 16, "auto")
     assert from_flags("beacon", None, None).enabled
 
 
@@ -228,7 +228,7 @@ def test_as_dict_round_trip(options: dict[str, int], **settings: Any) -> None:
     page_size=st.sampled_from([1, 16, 64]),
 )
 def test_kept_is_a_share_in_whole_pages(budget: int, sixteenths: int, page_size: int) -> None:
-    kept = KVPolicyConfig(budget=budget, keep_ratio=sixteenths / 16).kept(page_size)
+    kept = kept_tokens(budget, sixteenths / 16, page_size)
     share = Fraction(sixteenths * budget, 16)
     assert kept % page_size == 0
     assert kept <= share < kept + page_size
@@ -262,4 +262,4 @@ def test_a_tiny_ratio_is_answered_at_once() -> None:
 
 
 def test_a_decimal_ratio_is_taken_as_written() -> None:
-    assert KVPolicyConfig(budget=100, keep_ratio=0.29).kept(1) == 29
+    assert kept_tokens(100, 0.29, 1) == 29

@@ -11,7 +11,7 @@ VOCABULARY = 512
 CONTEXT = 16_384
 
 
-def save_random_qwen3(directory: Path) -> Path:
+def save_random_qwen3(directory: Path, vocabulary: int = VOCABULARY) -> Path:
     """Write a random Qwen3 of 4 layers with 4:2 heads and no tokenizer; returns the directory.
 
     Weights are scaled so that greedy output does not repeat: wide embeddings and sharp attention
@@ -19,7 +19,7 @@ def save_random_qwen3(directory: Path) -> Path:
     """
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=4,

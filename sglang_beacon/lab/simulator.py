@@ -20,9 +20,10 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from sglang_beacon import policies
 from sglang_beacon.config import KVPolicyConfig
-from sglang_beacon.core import EvictionPlan
+from sglang_beacon.core import EvictionPlan, ObservationPhase
 from sglang_beacon.ops.rope import RopeTable
-from sglang_beacon.runtime.compactor import observe
+from sglang_beacon.runtime.beacon_store import Beacons
+from sglang_beacon.runtime.compactor import carry_out, observe
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.request import RequestState
 
@@ -41,12 +42,15 @@ class Simulation:
         Logical positions that survived each eviction.
     logprobs : list[float]
         Of the generated tokens.
+    beacons : Beacons or None
+        Of the whole prompt, if the policy observes.
     """
 
     tokens: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    beacons: Beacons | None = None
 
 
 class Simulator:
@@ -77,7 +81,9 @@ class Simulator:
         *,
         chunk_size: int | None = None,
         cached: int = 0,
+        seed: Beacons | None = None,
         prompt_in_tree: bool = True,
+        retract_after: Sequence[int] = (),
     ) -> Simulation:
         """Generate greedily.
 
@@ -90,36 +96,48 @@ class Simulator:
         cached : int
             Leading prompt tokens that a server would find in its prefix tree: their queries are
             not seen.
+        seed : Beacons or None
+            What is remembered of those.
         prompt_in_tree : bool
             Whether the tree takes the prompt, so that its whole pages are pinned.
+        retract_after : sequence of int
+            Numbers of generated tokens after which the cache is lost and computed again, all but
+            what the tree still has: the prompt and, once the request has left the tree, what it
+            had said before.
         """
-        run = _Run(self, prompt_in_tree)
-        bounds = [0, *range(cached, len(prompt), chunk_size or len(prompt)), len(prompt)]
-        bounds = sorted(set(bounds))
-        logits = None
+        run = _Run(self, len(prompt), prompt_in_tree)
         with run.attending():
-            for begin, end in pairwise(bounds):
-                logits = run.prefill(prompt[begin:end], observe=begin >= cached)
-            for _ in range(max_new_tokens - 1):
+            logits = run.compute(prompt, cached, seed, chunk_size)
+            while True:
                 run.take(logits)
-                logits = run.decode()
-            run.take(logits)
-        return run.result
+                count = len(run.result.tokens)
+                if count == max_new_tokens:
+                    return run.result
+                if count in retract_after:
+                    run.lose_cache()
+                    seen = [*prompt, *run.result.tokens]
+                    beacons = run.result.beacons
+                    if beacons is not None:
+                        # Stored with the prompt's whole pages.
+                        beacons = beacons.within(run.in_tree)
+                    logits = run.compute(seen, run.tree_holds, beacons, chunk_size)
+                else:
+                    logits = run.decode()
 
 
 class _Run:
     """One request: the full cache, what of it is visible, and the request's state."""
 
-    def __init__(self, simulator: Simulator, prompt_in_tree: bool) -> None:
+    def __init__(self, simulator: Simulator, prompt_tokens: int, prompt_in_tree: bool) -> None:
         self.sim = simulator
         self.state = RequestState(simulator.config, simulator.policy, simulator.page_size)
-        self.prompt_in_tree = prompt_in_tree
-        self.cache = DynamicCache()
+        self.prompt_tokens = prompt_tokens
+        self.in_tree = prompt_tokens // simulator.page_size * simulator.page_size
+        if not prompt_in_tree:
+            self.in_tree = 0
+        self.tree_holds = self.in_tree
         self.result = Simulation()
-        self.length = 0
-        self.pinned = 0
-        # Per layer [H_kv, held] int64: logical positions still visible, ascending.
-        self.visible: list[torch.Tensor] = []
+        self.lose_cache()
         self.queries: list[torch.Tensor] = [torch.empty(0)] * len(simulator.layers)
         config = simulator.model.config
         self.num_kv_heads = config.num_key_value_heads
@@ -143,20 +161,47 @@ class _Run:
             for hook in hooks:
                 hook.remove()
 
-    def prefill(self, tokens: Sequence[int], observe: bool) -> torch.Tensor:
-        logits = self._forward(tokens)
-        if self.prompt_in_tree:
-            self.pinned = self.length // self.sim.page_size * self.sim.page_size
-        if not observe:
-            return logits
-        observed = self.state.observed_prompt
-        recent = self.state.after_prefill(len(tokens), self.pinned, self.length)
+    def lose_cache(self) -> None:
+        """Forget all that was computed."""
+        self.state.reset()
+        self.cache = DynamicCache()
+        self.length = 0
+        self.pinned = 0
+        # Per layer [H_kv, held] int64: logical positions still visible, ascending.
+        self.visible: list[torch.Tensor] = []
+
+    def compute(
+        self, tokens: Sequence[int], cached: int, seed: Beacons | None, chunk_size: int | None
+    ) -> torch.Tensor:
+        """Prefill ``tokens``, all but the cached ones in chunks; returns the last one's logits."""
+        cached = min(cached, len(tokens) - 1) // self.sim.page_size * self.sim.page_size
+        if cached:
+            self._forward(tokens[:cached])
+        self.pinned = cached
         if self.state.shape is not None:
-            if self.state.buffer is None:
-                self.state.buffer = self._new_buffer()
-            for index, queries in enumerate(self.queries):
-                self.state.buffer.fold_prompt(index, queries, observed, recent)
+            usable = seed is not None and cached > 0
+            self.state.seed(self._new_buffer(), seed.within(cached) if usable else None)
+        bounds = [*range(cached, len(tokens), chunk_size or len(tokens)), len(tokens)]
+        for begin, end in pairwise(bounds):
+            logits = self._forward(tokens[begin:end])
+            self._observe_prompt(begin, end)
         return logits
+
+    def _observe_prompt(self, begin: int, end: int) -> None:
+        page = self.sim.page_size
+        self.pinned = max(self.pinned, min(self.in_tree, end // page * page))
+        state = self.state
+        if state.policy is None:
+            return
+        observed = state.observed_prompt
+        recent = state.after_prefill(end - begin, self.pinned, end)
+        if state.buffer is None or state.shape is None:
+            return
+        for index, queries in enumerate(self.queries):
+            state.buffer.fold_prompt(index, queries, begin, observed, recent)
+        if end == self.prompt_tokens:
+            count = min(state.observed_prompt, state.shape.n_beacon)
+            self.result.beacons = state.buffer.beacons(count).to("cpu")
 
     def decode(self) -> torch.Tensor:
         logits = self._forward(self.result.tokens[-1:])
@@ -175,18 +220,22 @@ class _Run:
         self.result.logprobs.append(float(logits.log_softmax(-1)[token]))
 
     def _follow_plan(self) -> None:
-        plan = self.state.plan(self.pinned, self.visible[0].shape[1])
-        buffer = self.state.buffer
-        if plan.freeze and buffer is not None:
-            buffer.compress(plan.freeze)
-        if plan.eviction is not None:
-            for index in range(len(self.sim.layers)):
-                self.visible[index] = self._survivors(index, plan.eviction, plan.observed)
-            self.result.kept.append(torch.stack(self.visible))
-        if plan.roll and buffer is not None:
-            buffer.compress(plan.roll, plan.carried)
+        lengths = self.state.lengths(self.pinned, self.visible[0].shape[1])
+        # Alone, a request answers for all that it holds of the tree.
+        plan = self.state.plan(lengths, self.state.allowance(lengths, share=self.pinned))
+        carry_out(plan, self.state.buffer, self._evict)
 
-    def _survivors(self, index: int, eviction: EvictionPlan, phase: Any) -> torch.Tensor:
+    def _evict(self, eviction: EvictionPlan, phase: ObservationPhase) -> None:
+        for index in range(len(self.sim.layers)):
+            self.visible[index] = self._survivors(index, eviction, phase)
+        self.result.kept.append(torch.stack(self.visible))
+        self.pinned = eviction.pinned
+        if eviction.detach and eviction.lengths.logical == eviction.lengths.held:
+            self.tree_holds = self.length // self.sim.page_size * self.sim.page_size
+
+    def _survivors(
+        self, index: int, eviction: EvictionPlan, phase: ObservationPhase
+    ) -> torch.Tensor:
         attention = self.sim.layers[index].self_attn
         visible = self.visible[index]
         cached = self.cache.layers[index].keys[0]
@@ -194,7 +243,7 @@ class _Run:
         seen = observe(index, self.sim.table, attention.scaling, eviction, phase, self.state.buffer)
         assert self.sim.policy is not None
         keep = self.sim.policy.keep(keys, seen, eviction)
-        pinned = torch.arange(eviction.lengths.pinned).expand(keep.shape[0], -1)
+        pinned = torch.arange(eviction.pinned).expand(keep.shape[0], -1)
         return visible.gather(1, torch.cat((pinned, keep), dim=1))
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -247,10 +296,15 @@ class _Run:
         return hook
 
     def _new_buffer(self) -> QueryBuffer:
-        _, heads, head_dim = self.queries[0].shape
+        attention, heads = self.sim.layers[0].self_attn, self.num_heads
         assert self.state.shape is not None
         return QueryBuffer(
-            self.state.shape, len(self.sim.layers), heads, head_dim, self.sim.model.dtype, "cpu"
+            self.state.shape,
+            len(self.sim.layers),
+            heads,
+            attention.head_dim,
+            self.sim.model.dtype,
+            "cpu",
         )
 
 

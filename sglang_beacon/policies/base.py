@@ -39,16 +39,16 @@ class Policy(ABC):
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         self.config = config
         self.options = self._checked_options(config.options)
-        needed = least_budget(self.least_kept, config.keep_ratio, page_size)
-        if config.budget < needed:
+        self.least_budget = least_budget(self.least_kept, config.keep_ratio, page_size)
+        if config.budget < self.least_budget:
             raise ConfigError(
                 f"--kv-budget {config.budget} is too small for --kv-policy {self.name}: it needs "
-                f"at least {needed} tokens at page size {page_size}."
+                f"at least {self.least_budget} tokens at page size {page_size}."
             )
 
     @property
     def least_kept(self) -> int:
-        """Fewest private tokens an eviction may leave: those always kept, and one to choose."""
+        """Fewest tokens an eviction may leave: those always kept, and one to choose."""
         return self.config.n_prefix + self.config.n_recent + 1
 
     @property
@@ -75,7 +75,7 @@ class Policy(ABC):
     def keep(
         self, keys: torch.Tensor, observations: Observations, plan: EvictionPlan
     ) -> torch.Tensor:
-        """Choose the private tokens that stay.
+        """Choose the tokens that stay.
 
         Parameters
         ----------
@@ -88,13 +88,13 @@ class Policy(ABC):
         -------
         Tensor [H_kv, plan.kept] int64
             Row positions in ``[pinned, held)``, ascending: the request's first ``n_prefix``
-            tokens as far as they are private, its last ``n_recent``, and the best of the rest.
+            tokens as far as they are not pinned, its last ``n_recent``, and the best of the rest.
         """
-        pinned, held = plan.lengths.pinned, plan.lengths.held
-        private = self.score(keys, observations)[:, pinned:].clone()
-        private[:, : max(self.config.n_prefix - pinned, 0)] = torch.inf
-        private[:, held - pinned - self.config.n_recent :] = torch.inf
-        return ops.select_topk(private, plan.kept) + pinned
+        pinned, held = plan.pinned, plan.lengths.held
+        score = self.score(keys, observations)[:, pinned:].clone()
+        score[:, : max(self.config.n_prefix - pinned, 0)] = torch.inf
+        score[:, held - pinned - self.config.n_recent :] = torch.inf
+        return ops.select_topk(score, plan.kept) + pinned
 
     def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in given.items():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,30 +31,40 @@ class LayerView(NamedTuple):
 class Work(NamedTuple):
     """A plan with what it needs on the device.
 
-    ``slots`` [held] int64 are the request's slots in position order, taken before any was given
-    back; None without an eviction.
+    Without an eviction there are no slots. ``source`` [held] int64 are the request's in position
+    order, taken before any was given back; ``target`` [kept] int64 are those its tokens move to.
     """
 
     plan: RequestPlan
     policy: Policy
     buffer: QueryBuffer | None
-    slots: torch.Tensor | None
+    source: torch.Tensor | None = None
+    target: torch.Tensor | None = None
 
 
 def run(work: Sequence[Work], layers: Sequence[LayerView]) -> None:
-    """Carry out plans, one request after the other.
+    """Carry out plans, one request after the other, in the order they were made.
 
-    Every source slot of a (layer, head) is read before any destination is written, and all
-    destinations are private slots that stay with the request, so nothing else can see a write.
+    Every source slot of a (layer, head) is read before any target is written, and all targets are
+    private slots that stay with the request, so nothing else can see a write. A target may have
+    been a source of this plan or of an earlier one: what is given back can be given out again.
     """
-    for plan, policy, buffer, slots in work:
-        if plan.freeze and buffer is not None:
-            buffer.compress(plan.freeze)
-        if plan.eviction is not None and slots is not None:
-            for index, layer in enumerate(layers):
-                _evict(index, layer, plan.eviction, plan.observed, policy, buffer, slots)
-        if plan.roll and buffer is not None:
-            buffer.compress(plan.roll, plan.carried)
+    for item in work:
+        carry_out(item.plan, item.buffer, partial(_evict, item, layers))
+
+
+def carry_out(
+    plan: RequestPlan,
+    buffer: QueryBuffer | None,
+    evict: Callable[[EvictionPlan, ObservationPhase], None],
+) -> None:
+    """Do what a plan asks for, in its order; ``evict`` knows the cache."""
+    if plan.freeze is not None and buffer is not None:
+        buffer.compress(plan.freeze)
+    if plan.eviction is not None:
+        evict(plan.eviction, plan.observed)
+    if plan.roll is not None and buffer is not None:
+        buffer.compress(plan.roll)
 
 
 def observe(
@@ -82,16 +93,12 @@ def observe(
 
 
 def _evict(
-    index: int,
-    layer: LayerView,
-    plan: EvictionPlan,
-    phase: ObservationPhase,
-    policy: Policy,
-    buffer: QueryBuffer | None,
-    slots: torch.Tensor,
+    work: Work, layers: Sequence[LayerView], plan: EvictionPlan, phase: ObservationPhase
 ) -> None:
-    observations = observe(index, layer.rope, layer.scale, plan, phase, buffer)
-    keys = layer.keys[slots].transpose(0, 1)
-    keep = policy.keep(keys, observations, plan)
-    destination = slots[plan.lengths.pinned : plan.held_after]
-    ops.kv_compact(layer.keys, layer.values, slots, keep, destination)
+    assert work.source is not None
+    assert work.target is not None
+    for index, layer in enumerate(layers):
+        observations = observe(index, layer.rope, layer.scale, plan, phase, work.buffer)
+        keys = layer.keys[work.source].transpose(0, 1)
+        keep = work.policy.keep(keys, observations, plan)
+        ops.kv_compact(layer.keys, layer.values, work.source, keep, work.target)

@@ -6,8 +6,9 @@ are frozen as beacons, and the queries that follow are the recent ones. After an
 rolled into ``n_beacon`` rows and the cycle starts again.
 
 Recent queries are always those of the newest tokens. So where a phase begins closer to the budget
-than ``n_recent`` tokens (a long private prompt, or an eviction that frees little), the queries of
-the tokens already past that point count as recent: `recent_at` says how many.
+than ``n_recent`` tokens (a long prompt that counts, an eviction that frees little, a budget that
+shrank because fewer requests share a prefix), the queries of the tokens already past that point
+count as recent, as far as they are still there: `recent_at` says how many.
 """
 
 from __future__ import annotations
@@ -15,43 +16,44 @@ from __future__ import annotations
 from sglang_beacon.core import BufferShape, ObservationPhase
 
 
-def is_at_brink(shape: BufferShape, private: int, budget: int) -> bool:
+def is_at_brink(shape: BufferShape, counted: int, budget: int) -> bool:
     """Whether the next ``n_recent`` tokens fill the budget: the beacons are frozen."""
-    return private >= budget - shape.n_recent
+    return counted >= budget - shape.n_recent
 
 
-def recent_at(shape: BufferShape, private: int, budget: int) -> int:
-    """Newest tokens, of ``private`` held ones, that lie past ``budget - n_recent``."""
-    return min(max(private - (budget - shape.n_recent), 0), shape.n_recent)
+def recent_at(shape: BufferShape, counted: int, budget: int) -> int:
+    """Newest tokens, of ``counted`` ones, that lie past ``budget - n_recent``."""
+    return min(max(counted - (budget - shape.n_recent), 0), shape.n_recent)
 
 
 def after_prefill(
-    shape: BufferShape, observed: int, stretch: int, private: int, budget: int
+    shape: BufferShape, observed: int, stretch: int, counted: int, budget: int
 ) -> ObservationPhase:
     """Phase after a prefill: ``observed`` queries seen in all, ``stretch`` of them just now."""
     # One row stays free: the first decoded token is computed before the first decision.
-    recent = min(recent_at(shape, private, budget), shape.n_recent - 1, stretch)
+    recent = min(recent_at(shape, counted, budget), shape.n_recent - 1, stretch)
     beacons = min(observed, shape.n_beacon)
-    return ObservationPhase(beacons + recent, is_at_brink(shape, private, budget), recent)
+    return ObservationPhase(beacons + recent, is_at_brink(shape, counted, budget), recent)
 
 
 def after_token(shape: BufferShape, phase: ObservationPhase) -> ObservationPhase:
     """Phase after one decoded token's query was appended."""
     if phase.filled >= shape.rows:
         raise ValueError(f"the query buffer is full: {phase}")
-    recent = phase.recent + 1 if phase.frozen else 0
-    return ObservationPhase(phase.filled + 1, phase.frozen, recent)
+    return ObservationPhase(phase.filled + 1, phase.frozen, phase.recent + 1)
 
 
-def after_fps(shape: BufferShape, phase: ObservationPhase, frozen: bool) -> ObservationPhase:
-    """Phase after FPS over all filled rows, short of an eviction."""
-    return ObservationPhase(min(phase.filled, shape.n_beacon), frozen, 0)
+def after_fps(
+    shape: BufferShape, phase: ObservationPhase, frozen: bool, carried: int
+) -> ObservationPhase:
+    """Phase after FPS over all filled rows, short of an eviction; ``carried`` rows follow."""
+    return ObservationPhase(min(phase.filled, shape.n_beacon) + carried, frozen, carried)
 
 
 def after_roll(
-    shape: BufferShape, phase: ObservationPhase, private: int, budget: int
+    shape: BufferShape, phase: ObservationPhase, counted: int, budget: int
 ) -> ObservationPhase:
-    """Phase after an eviction left ``private`` tokens and FPS merged all filled rows."""
-    carried = min(recent_at(shape, private, budget), phase.recent)
+    """Phase after an eviction left ``counted`` tokens and FPS merged all filled rows."""
+    carried = min(recent_at(shape, counted, budget), phase.recent)
     beacons = min(phase.filled, shape.n_beacon)
-    return ObservationPhase(beacons + carried, is_at_brink(shape, private, budget), carried)
+    return ObservationPhase(beacons + carried, is_at_brink(shape, counted, budget), carried)

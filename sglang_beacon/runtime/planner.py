@@ -12,11 +12,13 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import (
     BufferShape,
     EvictionPlan,
+    Fold,
     ObservationPhase,
     RequestLengths,
     RequestPlan,
 )
 from sglang_beacon.runtime import phase as phases
+from sglang_beacon.runtime.allowance import Allowance
 
 
 class Planned(NamedTuple):
@@ -28,6 +30,7 @@ class Planned(NamedTuple):
 
 def plan_token(
     lengths: RequestLengths,
+    allowance: Allowance,
     phase: ObservationPhase,
     config: KVPolicyConfig,
     shape: BufferShape | None,
@@ -40,6 +43,8 @@ def plan_token(
     ----------
     lengths : RequestLengths
         After the token; ``pinned`` is page aligned.
+    allowance : Allowance
+        How those lengths stand against the budget.
     phase : ObservationPhase
         After the token's query was appended.
     config : KVPolicyConfig
@@ -55,37 +60,35 @@ def plan_token(
     Planned
         The plan is empty when nothing is due. Planning again before another token is harmless.
     """
-    freeze = roll = carried = 0
+    freeze = roll = None
     if shape is not None:
-        freeze, phase = _freeze(lengths.private, phase, config.budget, shape)
+        freeze, phase = _freeze(shape, phase, allowance)
 
     observed, eviction = phase, None
-    if lengths.private >= config.budget:
-        eviction = EvictionPlan(lengths, config.kept(page_size), prompt_tokens)
+    if allowance.is_used_up:
+        kept = allowance.kept(config.keep_ratio, page_size)
+        eviction = EvictionPlan(lengths, kept, prompt_tokens, allowance.detach)
         if shape is not None:
-            roll = phase.filled
-            phase = phases.after_roll(shape, phase, eviction.kept, config.budget)
-            carried = phase.recent
-    return Planned(RequestPlan(freeze, eviction, observed, roll, carried), phase)
-
-
-def tokens_still_needed(private: int, config: KVPolicyConfig, page_size: int) -> int:
-    """Slots a request may still take: from what it holds to its budget, plus one page.
-
-    The page covers the token that is computed before the eviction which its predecessor caused.
-    """
-    return max(config.budget - private, 0) + page_size
+            filled = phase.filled
+            phase = phases.after_roll(shape, phase, kept, allowance.budget)
+            roll = Fold(filled, phase.recent)
+    return Planned(RequestPlan(freeze, eviction, observed, roll), phase)
 
 
 def _freeze(
-    private: int, phase: ObservationPhase, budget: int, shape: BufferShape
-) -> tuple[int, ObservationPhase]:
-    """FPS that is due before anything else: rows to choose from (0: none), and the phase after."""
-    at_brink = phases.is_at_brink(shape, private, budget)
-    if phase.frozen and phase.recent > phases.recent_at(shape, private, budget):
-        # Fewer private tokens than foreseen: the prefix tree took more of the prompt.
-        phase = phase._replace(frozen=False, recent=0)
+    shape: BufferShape, phase: ObservationPhase, allowance: Allowance
+) -> tuple[Fold | None, ObservationPhase]:
+    """FPS that is due before anything else, and the phase after it."""
+    counted, budget = allowance.counted, allowance.budget
+    at_brink = phases.is_at_brink(shape, counted, budget)
+    due = phases.recent_at(shape, counted, budget)
+    if phase.frozen and (not at_brink or phase.recent > due):
+        # Further from the budget than foreseen: the tree took more of the prompt, or more
+        # requests share it.
+        phase = phase._replace(frozen=False)
     if phase.frozen or not (at_brink or phase.filled >= shape.rows):
-        return 0, phase
-    freeze = phase.filled if phase.filled > shape.n_beacon else 0
-    return freeze, phases.after_fps(shape, phase, at_brink)
+        return None, phase
+    carried = min(due, phase.recent) if at_brink else 0
+    if phase.filled <= shape.n_beacon:
+        return None, phase._replace(frozen=at_brink, recent=carried)
+    return Fold(phase.filled, carried), phases.after_fps(shape, phase, at_brink, carried)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sglang_beacon import ops
-from sglang_beacon.core import BufferShape
+from sglang_beacon.core import BufferShape, Fold
+from sglang_beacon.runtime.beacon_store import Beacons
 
 
 class QueryBuffer:
@@ -18,6 +19,8 @@ class QueryBuffer:
     ----------
     rows : Tensor [num_layers, H_q, n_beacon + n_recent, D]
         In the model's dtype.
+    positions : Tensor [num_layers, H_q, n_beacon] int64
+        Where the beacons come from, as long as they are of the prompt.
     """
 
     def __init__(
@@ -33,8 +36,22 @@ class QueryBuffer:
         self.rows = torch.empty(
             (num_layers, num_query_heads, shape.rows, head_dim), dtype=dtype, device=device
         )
+        self.positions = torch.zeros(
+            (num_layers, num_query_heads, shape.n_beacon), dtype=torch.int64, device=device
+        )
 
-    def fold_prompt(self, layer: int, queries: torch.Tensor, observed: int, recent: int) -> None:
+    def seed(self, beacons: Beacons) -> None:
+        """Start from what another request remembered of the same prompt."""
+        self.rows[:, :, : beacons.per_head] = beacons.rows
+        self.positions[:, :, : beacons.per_head] = beacons.positions
+
+    def beacons(self, count: int) -> Beacons:
+        """The first ``count`` rows, as long as they are of the prompt; a view."""
+        return Beacons(self.rows[:, :, :count], self.positions[:, :, :count])
+
+    def fold_prompt(
+        self, layer: int, queries: torch.Tensor, begin: int, observed: int, recent: int
+    ) -> None:
         """Merge a stretch of the prompt's queries into one layer.
 
         A prompt that arrives in chunks is folded chunk by chunk, so that memory stays bounded:
@@ -45,34 +62,42 @@ class QueryBuffer:
         layer : int
         queries : Tensor [n, H_q, D]
             Pre-RoPE, of consecutive tokens.
+        begin : int
+            Position of the first of them.
         observed : int
-            Prompt queries folded before, 0 for the first stretch.
+            Prompt queries folded before, beacons it was seeded with among them.
         recent : int
             How many of the stretch's newest queries follow the chosen ones, as recent queries.
         """
         new = queries.transpose(0, 1).to(self.rows.dtype)
-        chosen = self.rows[layer, :, : min(observed, self.shape.n_beacon)]
-        beacons = _choose(torch.cat((chosen, new), dim=1), self.shape.n_beacon)
-        kept = torch.cat((beacons, new[:, new.shape[1] - recent :]), dim=1)
+        chosen = min(observed, self.shape.n_beacon)
+        queries = torch.cat((self.rows[layer, :, :chosen], new), dim=1)
+        index = _choose(queries, self.shape.n_beacon)
+        kept = torch.cat((_take(queries, index), new[:, new.shape[1] - recent :]), dim=1)
         self.rows[layer, :, : kept.shape[1]] = kept
+        stretch = torch.arange(begin, begin + new.shape[1], device=new.device)
+        place = torch.cat(
+            (self.positions[layer, :, :chosen], stretch.expand(new.shape[0], -1)), dim=1
+        )
+        self.positions[layer, :, : index.shape[1]] = place.gather(1, index)
 
     def append(self, row: int, queries: torch.Tensor) -> None:
         """Write one token's queries [num_layers, H_q, D] to a row."""
         self.rows[:, :, row] = queries
 
-    def compress(self, filled: int, carried: int = 0) -> None:
-        """FPS over the first ``filled`` rows of every layer and head, in place.
-
-        The chosen rows come first, in their old order; the last ``carried`` of the filled rows
-        follow them.
-        """
-        used = self.rows[:, :, :filled]
-        kept = _choose(used, self.shape.n_beacon)
-        kept = torch.cat((kept, used[:, :, filled - carried :]), dim=2)
+    def compress(self, fold: Fold) -> None:
+        """Fold the rows of every layer and head, in place; the chosen ones keep their order."""
+        used = self.rows[:, :, : fold.filled]
+        kept = _take(used, _choose(used, self.shape.n_beacon))
+        kept = torch.cat((kept, used[:, :, fold.filled - fold.carried :]), dim=2)
         self.rows[:, :, : kept.shape[2]] = kept
 
 
 def _choose(queries: torch.Tensor, count: int) -> torch.Tensor:
-    """FPS over [..., M, D], in time order: [..., min(count, M), D]."""
-    index = ops.farthest_point_sample(queries, count).sort(-1).values
+    """FPS over [..., M, D]: indices [..., min(count, M)] int64 in time order."""
+    return ops.farthest_point_sample(queries, count).sort(-1).values
+
+
+def _take(queries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of [..., M, D] by index [..., n]."""
     return queries.gather(-2, index.unsqueeze(-1).expand(*index.shape, queries.shape[-1]))

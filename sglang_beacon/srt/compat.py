@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from itertools import starmap
 from typing import Any, NamedTuple
 
 SGLANG_VERSION = "0.5.23"
@@ -33,6 +34,22 @@ FIELDS = {
         "forward_mode",
     ),
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch": ("positions", "forward_mode"),
+}
+# What is called or overridden without a hook, and the parameters relied on.
+CALLS = {
+    "sglang.srt.mem_cache.registry.register_radix_cache_backend": ("name", "factory"),
+    "sglang.srt.mem_cache.registry.create_unified_radix_cache": ("ctx", "cache_class"),
+    "sglang.srt.mem_cache.common.evict_from_tree_cache": ("tree_cache", "num_tokens"),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint": ("req", "up_to"),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.lock": ("node_id",),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.unlock": ("lock",),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.free_kv_row": ("kv", "ranges"),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.full_evictable_size": (),
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._evict": (),
+    "sglang.srt.managers.schedule_batch.Req.refresh_fill_ids": (),
+    "sglang.srt.managers.scheduler.Scheduler._release_aborted_request": ("req",),
+    "sglang.srt.managers.scheduler.Scheduler.send_abort_output": ("abort_req", "req"),
+    "sglang.srt.managers.scheduler._make_abort_req": ("req", "finished_reason"),
 }
 
 
@@ -59,7 +76,8 @@ def problems(hooks: Sequence[Hook]) -> list[str]:
             f"sglang {version} is installed and this release works with {SGLANG_VERSION}: "
             f"install sglang=={SGLANG_VERSION}, or start without --kv-policy."
         )
-    found += filter(None, map(problem_of, hooks))
+    wanted = {hook.target: hook.parameters for hook in hooks}
+    found += filter(None, starmap(problem_of, (wanted | CALLS).items()))
     found += filter(None, map(missing_fields, FIELDS))
     return found
 
@@ -75,18 +93,15 @@ def missing_fields(target: str) -> str | None:
     return None
 
 
-def problem_of(hook: Hook) -> str | None:
-    """Why one hook cannot be installed, or None."""
+def problem_of(target: str, parameters: Sequence[str]) -> str | None:
+    """Why a function cannot be hooked or called as it is here, or None."""
     try:
-        function = pkgutil.resolve_name(hook.target)
+        function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError) as error:
-        return f"sglang has no {hook.target} ({error}); start without --kv-policy."
-    missing = set(hook.parameters) - set(inspect.signature(function).parameters)
+        return f"sglang has no {target} ({error}); start without --kv-policy."
+    missing = set(parameters) - set(inspect.signature(function).parameters)
     if missing:
-        return (
-            f"{hook.target} has no parameter {', '.join(sorted(missing))}; "
-            "start without --kv-policy."
-        )
+        return f"{target} has no parameter {', '.join(sorted(missing))}; start without --kv-policy."
     return None
 
 

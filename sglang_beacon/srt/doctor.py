@@ -65,7 +65,7 @@ def report(hooks: Mapping[str, Sequence[compat.Hook]]) -> list[str]:
     for title, group in hooks.items():
         print(f"hooks ({title})")
         for hook in group:
-            mark = "ok" if compat.problem_of(hook) is None else "MISSING"
+            mark = "ok" if compat.problem_of(hook.target, hook.parameters) is None else "MISSING"
             print(f"  {mark:<8}{hook.kind:<7} {hook.target.removeprefix('sglang.srt.')}")
             print(f"{'':<18}{hook.why}")
     return compat.problems([hook for group in hooks.values() for hook in group])

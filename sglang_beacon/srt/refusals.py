@@ -61,6 +61,7 @@ SETTINGS = (
         lambda s: s.enable_unified_cache_external_linker,
         "with an external cache: remove --enable-unified-cache-external-linker",
     ),
+    Refusal(lambda s: s.enable_flexkv, "with FlexKV: remove --enable-flexkv"),
     Refusal(lambda s: s.enable_hisparse, "with HiSparse: remove --enable-hisparse"),
     Refusal(
         lambda s: s.enable_unified_memory, "with unified memory: remove --enable-unified-memory"

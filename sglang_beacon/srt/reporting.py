@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+# Key of a reply's `meta_info`.
+KEY = "kv_policy"
 
 
 def add_to_init_info(info: dict[str, Any], scheduler: Scheduler) -> None:
     """After `Scheduler.get_init_info`: tell the launcher which policy this process runs."""
-    info["kv_policy"] = scheduler.kv_policy.config.as_dict()
+    info[KEY] = scheduler.kv_policy.config.as_dict()
 
 
 def add_to_controller_info(info: dict[str, Any], controller: DataParallelController) -> None:
     """After `DataParallelController.get_init_info`: what all its schedulers agree on."""
-    policies = [scheduler.get("kv_policy") for scheduler in controller._scheduler_init_infos]
+    policies = [scheduler.get(KEY) for scheduler in controller._scheduler_init_infos]
     if policies and all(policy == policies[0] for policy in policies):
-        info["kv_policy"] = policies[0]
+        info[KEY] = policies[0]
 
 
 def add_to_internal_state(output: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """After `SchedulerInternalStateController.get_internal_state`: ``/server_info`` names it."""
-    output.internal_state["kv_policy"] = controller.scheduler.kv_policy.config.as_dict()
+    """After `SchedulerInternalStateController.get_internal_state`: for ``/server_info``."""
+    policy = controller.scheduler.kv_policy
+    output.internal_state[KEY] = {**policy.config.as_dict(), "counters": asdict(policy.counters)}
+
+
+def add_to_replies(streamer: type[SchedulerOutputStreamer], scheduler: Scheduler) -> type:
+    """After `Scheduler.get_output_streamer_class`: replies carry the state of their request."""
+    return _reporting(streamer)
+
+
+@cache
+def _reporting(streamer: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
+    class ReportingStreamer(streamer):  # type: ignore[misc, valid-type]
+        """SGLang's output streamer, with `summary` in every reply."""
+
+        __slots__ = ()
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
+            info = super().build_additional_customized_info(reqs)
+            return {**info, KEY: [[summary(req)] for req in reqs]}
+
+    return ReportingStreamer
+
+
+def summary(req: Req) -> dict[str, Any]:
+    """What a request's reply says about its cache.
+
+    Tokens are those of the newest step: ``logical_tokens`` were seen, ``held_tokens`` are held, of
+    which the prefix tree owns ``shared_tokens``. ``prefix`` says how the prompt's part is kept:
+    ``pin`` in the tree, ``copy`` as a private copy, ``none`` if the tree has none of it.
+    """
+    state, kv = req.kv_policy, req.kv
+    if kv.holds_kv:
+        state.note(kv.cache_protected_len, kv.kv_allocated_len)
+    lengths = state.newest
+    return {
+        "policy": state.config.policy,
+        "budget": state.config.budget if state.policy is not None else None,
+        "logical_tokens": lengths.logical,
+        "held_tokens": lengths.held,
+        "shared_tokens": lengths.pinned,
+        "prefix": state.prefix,
+        "evictions": state.evictions,
+        "evicted_tokens": state.evicted_tokens,
+        "beacons_reused": state.beacons_reused,
+    }
+
+
+def unwrap_reply(
+    original: Callable[..., None], meta_info: dict[str, Any], state: Any, key: str, values: Any
+) -> None:
+    """Around `TokenizerManager._accumulate_request_meta_info`: the newest summary, not a list."""
+    if key == KEY:
+        if values:
+            meta_info[key] = values[-1]
+    else:
+        original(meta_info, state, key, values)

@@ -8,35 +8,63 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang_beacon import policies
 from sglang_beacon.config import REQUEST_KEYS, ConfigError, KVPolicyConfig
+from sglang_beacon.core import EvictionPlan, RequestPlan
+from sglang_beacon.runtime.allowance import pinned
 from sglang_beacon.runtime.compactor import Work
 from sglang_beacon.runtime.request import RequestState
-from sglang_beacon.srt import attention, compat
-from sglang_beacon.srt.server_args import config_of
+from sglang_beacon.srt import admission, attention, compat
+from sglang_beacon.srt.admission import Limits
+from sglang_beacon.srt.metrics import Counters, Exporter
+from sglang_beacon.srt.server_args import TREE_CACHE, config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
+    from sglang_beacon.srt.prefix import PrefixCache
+
 logger = logging.getLogger(__name__)
 
 
 class PolicyFactory:
-    """Builds request states; equal configurations share one policy object."""
+    """Builds request states; equal configurations share one policy object.
 
-    def __init__(self, config: KVPolicyConfig, page_size: int) -> None:
+    Attributes
+    ----------
+    config : KVPolicyConfig
+        Of requests that do not choose their own.
+    default : Policy or None
+    limits : Limits
+        Of this scheduler, handed to every request.
+    counters : Counters
+    exporter : Exporter or None
+        None without ``--enable-metrics``.
+    """
+
+    def __init__(
+        self,
+        config: KVPolicyConfig,
+        page_size: int,
+        limits: Limits,
+        exporter: Exporter | None = None,
+    ) -> None:
         self.config = config
         self.page_size = page_size
-        self._default = policies.create(config, page_size)
+        self.default = policies.create(config, page_size)
+        self.limits = limits
+        self.counters = Counters()
+        self.exporter = exporter
 
     def state_for(self, custom_params: Any) -> RequestState:
         """State of a new request; `ConfigError` if its ``custom_params`` ask for nonsense."""
         asked = isinstance(custom_params, Mapping) and any(k in custom_params for k in REQUEST_KEYS)
         if not asked:
-            return RequestState(self.config, self._default, self.page_size)
+            return RequestState(self.config, self.default, self.page_size)
         config = self.config.with_request(custom_params)
         return RequestState(config, policies.create(config, self.page_size), self.page_size)
 
@@ -49,29 +77,79 @@ def start(
     *args: Any,
 ) -> None:
     """Around `Scheduler.__init__`: check SGLang and install the hooks, or do not start at all."""
+    from sglang.srt.runtime_context import get_memory
+
     config = config_of(server_args)
+    if get_memory().radix_cache_backend == TREE_CACHE:
+        # Its base class is SGLang's, which only this process has to import.
+        from sglang_beacon.srt import prefix
+
+        prefix.register()
     if config.enabled:
         compat.check(hooks)
         compat.install(hooks)
         attention.wrap_backends()
     original(scheduler, server_args, *args)
     if config.enabled:
-        scheduler.kv_policy = PolicyFactory(config, scheduler.page_size)
-        logger.info("KV policy %s; %s", config.as_dict(), _worker(scheduler).describe(config))
+        _prepare(scheduler, config)
 
 
-def admit(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
-    """Before a request is queued: give it its state, or mark it for a 400."""
+def _prepare(scheduler: Scheduler, config: KVPolicyConfig) -> None:
+    worker = _worker(scheduler)
+    capacity = scheduler.max_total_num_tokens
+    if config.budget + 2 * scheduler.page_size >= capacity:
+        raise RuntimeError(
+            f"--kv-budget {config.budget} is no bound in a KV pool of {capacity} tokens: lower it "
+            "or raise --max-total-tokens."
+        )
+    reporter = scheduler.metrics_reporter
+    exporter = None
+    if reporter.current_scheduler_metrics_enabled:
+        exporter = Exporter(reporter.metrics_collector.labels, config.policy)
+    factory = PolicyFactory(config, scheduler.page_size, Limits(capacity), exporter)
+    rows = factory.default.observes.rows if factory.default.observes is not None else 0
+    factory.limits = factory.limits._replace(most_observing=worker.most_observing(config, rows))
+    scheduler.kv_policy = factory
+    logger.info("KV policy %s; %s", config.as_dict(), worker.describe(rows))
+
+
+def admit(
+    original: Callable[..., None], scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any
+) -> None:
+    """Around `Scheduler._add_request_to_queue`: give a request its state, or refuse it."""
+    factory: PolicyFactory = scheduler.kv_policy
     if getattr(req, "kv_policy", None) is not None:
-        return  # Retracted, and queued again.
-    params = req.sampling_params
-    try:
-        req.kv_policy = scheduler.kv_policy.state_for(params.custom_params)
-        if req.kv_policy.policy is not None and (params.beam_width or 1) > 1:
-            raise ConfigError("beam search does not work with kv_policy: ask for kv_policy 'none'.")
-    except ConfigError as error:
-        req.kv_policy = RequestState(KVPolicyConfig(), None, scheduler.page_size)
-        req.set_finish_with_abort(str(error))
+        if not admission.can_come_back(req):
+            _end_retracted(scheduler, req)
+            return
+    else:
+        params = req.sampling_params
+        req.kv_limits = factory.limits
+        try:
+            req.kv_policy = factory.state_for(params.custom_params)
+            if req.kv_policy.policy is not None and (params.beam_width or 1) > 1:
+                raise ConfigError(
+                    "beam search does not work with kv_policy: ask for kv_policy 'none'."
+                )
+            admission.restore_asked(scheduler, req)
+        except ConfigError as error:
+            req.kv_policy = RequestState(KVPolicyConfig(), None, scheduler.page_size)
+            req.set_finish_with_abort(str(error))
+    original(scheduler, req, *args, **kwargs)
+
+
+def _end_retracted(scheduler: Scheduler, req: Req) -> None:
+    """End a request that was retracted although it had outgrown the pool."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import _make_abort_req
+
+    reason = FINISH_ABORT(
+        f"The request lost its memory and its {req.seqlen} tokens no longer fit the KV pool: raise "
+        "--max-total-tokens or ask for less max_new_tokens.",
+        status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+    )
+    scheduler._release_aborted_request(req)
+    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)
 
 
 def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
@@ -81,33 +159,36 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
     which is before anything can be written to a slot that is given back now: both happen on the
     forward stream, in this order.
     """
+    shares = _shares(scheduler, batch)
     shrunk = [0] * len(batch.reqs)
     for index, req in enumerate(batch.reqs):
         if not _is_due(req):
             continue
-        state, kv = req.kv_policy, req.kv
-        plan = state.plan(kv.cache_protected_len, kv.kv_allocated_len)
+        state = req.kv_policy
+        plan = _plan(scheduler.tree_cache, req, shares[index])
         if plan.is_empty:
             continue
-        slots = None
+        move = ()
         if plan.eviction is not None:
-            row = scheduler.req_to_token_pool.req_to_token[kv.req_pool_idx]
-            # Taken before anything is freed; a later decode may reuse the row's tail.
-            slots = row[: plan.eviction.lengths.held].long().clone()
-            _give_back(scheduler, req, plan.eviction.held_after)
+            move = scheduler.tree_cache.evict_from(req, plan.eviction)
             shrunk[index] = plan.eviction.freed
-        _worker(scheduler).enqueue(state, Work(plan, state.policy, state.buffer, slots))
+            _count(scheduler.kv_policy.counters, req, plan.eviction)
+        _worker(scheduler).enqueue(state, Work(plan, state.policy, state.buffer, *move))
     if any(shrunk):
         _shrink(batch, shrunk)
+    _publish(scheduler, batch)
 
 
-def forget(result: None, req: Req, *args: Any, **kwargs: Any) -> None:
-    """After a request's slots were released (finished, aborted or retracted).
+def forget(original: Callable[..., None], req: Req, *args: Any, **kwargs: Any) -> None:
+    """Around the release of a request's slots (finished, aborted or retracted).
 
     Whatever was planned for it must not run: its slots may belong to somebody else by then. A
     retracted request is computed again from its tokens, exactly, so it may be cached again too.
     """
     state = getattr(req, "kv_policy", None)
+    if state is not None and req.kv.holds_kv:
+        state.note(req.kv.cache_protected_len, req.kv.kv_allocated_len)
+    original(req, *args, **kwargs)
     if state is None:
         return
     if state.freed:
@@ -129,12 +210,53 @@ def _is_due(req: Req) -> bool:
     )
 
 
-def _give_back(scheduler: Scheduler, req: Req, held: int) -> None:
-    """Shorten a request's row to ``held`` positions; from now on it holds no exact copy."""
-    kv = req.kv
-    scheduler.tree_cache.free_kv_row(kv, [(held, kv.kv_allocated_len)])
-    kv.kv_allocated_len = kv.kv_committed_len = held
-    req.skip_radix_cache_insert = True
+def _shares(scheduler: Scheduler, batch: ScheduleBatch) -> Sequence[int]:
+    """How much of the tree each request of a batch answers for; one in prefill shares it too."""
+    holders = [req for req in batch.reqs if req.kv.holds_kv]
+    chunked = scheduler.chunked_req
+    if chunked is not None and chunked.kv.holds_kv:
+        holders.append(chunked)
+    shares = dict(zip(map(id, holders), scheduler.tree_cache.shares(holders), strict=True))
+    return [shares.get(id(req), 0) for req in batch.reqs]
+
+
+def _plan(cache: PrefixCache, req: Req, share: int) -> RequestPlan:
+    """Plan for one request; one that cannot be copied yet is compressed where it is."""
+    state, kv = req.kv_policy, req.kv
+    lengths = state.lengths(kv.cache_protected_len, kv.kv_allocated_len)
+    allowance = state.allowance(lengths, share)
+    if allowance.detach and allowance.is_used_up:
+        kept = allowance.kept(state.config.keep_ratio, state.page_size)
+        if not cache.can_leave(req, kept):
+            allowance = pinned(lengths, state.config)
+    return state.plan(lengths, allowance)
+
+
+def _count(counters: Counters, req: Req, eviction: EvictionPlan) -> None:
+    state = req.kv_policy
+    if counters.evictions == 0:
+        logger.info(
+            "KV policy %s evicts for the first time: request %s has seen %d tokens, held %d and "
+            "keeps %d.",
+            state.config.policy,
+            req.rid,
+            eviction.lengths.logical,
+            eviction.lengths.held,
+            eviction.held_after,
+        )
+    counters.requests_compressed += state.evictions == 1
+    counters.requests_copied += eviction.detach
+    counters.evictions += 1
+    counters.evicted_tokens += eviction.freed
+
+
+def _publish(scheduler: Scheduler, batch: ScheduleBatch) -> None:
+    policy: PolicyFactory = scheduler.kv_policy
+    policy.counters.requests_seeded = scheduler.tree_cache.beacons.hits
+    if policy.exporter is not None:
+        held = [(req.kv.kv_allocated_len, req.kv_policy.freed) for req in batch.reqs]
+        total = sum(length for length, _ in held)
+        policy.exporter.publish(policy.counters, total, total + sum(freed for _, freed in held))
 
 
 def _shrink(batch: ScheduleBatch, by: list[int]) -> None:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_beacon import policies
 from sglang_beacon.config import DEFAULT_BUDGET, ConfigError, KVPolicyConfig, from_flags
-from sglang_beacon.srt import compat, refusals
+from sglang_beacon.srt import compat, refusals, tree_eviction
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ATTRIBUTE = "_kv_policy"
+# Name of our prefix cache among SGLang's.
+TREE_CACHE = "prefix-respecting"
 FLAGS = ("kv_policy", "kv_budget", "kv_policy_config")
 
 
@@ -95,13 +97,21 @@ def resolve(
     previous: Callable[[Any], None],
 ) -> None:
     """Around SGLang's last validation step: refuse what cannot work, before any model loads."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     previous(server_args)
     config = config_of(server_args)
+    resolved = resolving_view(server_args)
+    if config.enabled or resolved.radix_eviction_policy == tree_eviction.NAME:
+        if resolved.radix_cache_backend not in (None, TREE_CACHE):
+            _refuse(
+                server_args,
+                f"--kv-policy and --radix-eviction-policy {tree_eviction.NAME} bring their own "
+                "prefix cache: remove --radix-cache-backend.",
+            )
+        declare_resolution(server_args, "sglang_beacon", radix_cache_backend=TREE_CACHE)
     if not config.enabled:
         return
-    resolved = resolving_view(server_args)
     try:
         policies.create(config, resolved.page_size or 1)
     except ConfigError as error:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_beacon import ops, policies
+from sglang_beacon import ops
 from sglang_beacon.capacity import ModelShape
 from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.core import BufferShape
 from sglang_beacon.runtime import compactor
 from sglang_beacon.runtime.compactor import LayerView, Work
 from sglang_beacon.runtime.query_buffer import QueryBuffer
@@ -30,15 +31,18 @@ logger = logging.getLogger(__name__)
 class Stretch(NamedTuple):
     """Prompt tokens of one request within an extend batch.
 
-    ``begin`` and ``end`` are rows of the batch; ``observed`` queries were folded before; the
-    newest ``recent`` are kept besides.
+    ``begin`` and ``end`` are rows of the batch, and the first of them is at ``position``;
+    ``observed`` queries were folded before; the newest ``recent`` are kept besides. ``ends_prompt``
+    says whether the prompt is complete with it.
     """
 
-    buffer: QueryBuffer
+    state: RequestState
     begin: int
     end: int
+    position: int
     observed: int
     recent: int
+    ends_prompt: bool
 
 
 class PolicyWorker:
@@ -61,23 +65,39 @@ class PolicyWorker:
             len(self.layers), self.heads, self.head_dim, _captured_rows(), self.dtype, self.device
         )
 
-    def describe(self, config: KVPolicyConfig) -> str:
-        """What the policy holds in memory besides the KV pool."""
-        attention = self.layers[0].attention
-        shape = ModelShape(
+    def most_observing(self, config: KVPolicyConfig, rows: int) -> int:
+        """Requests whose query buffers of ``rows`` rows fit beside the pool."""
+        memory = None if config.query_memory_mb is None else config.query_memory_mb * 2**20
+        if memory is None and torch.cuda.is_available():
+            # The rest is for what scoring needs meanwhile.
+            memory = int(torch.cuda.mem_get_info()[0] * 0.9)
+        size = self._shape.query_state_bytes(rows)
+        if memory is None or not size:
+            return 2**30
+        if memory < size:
+            raise RuntimeError(
+                f"the queries of one request take {size} bytes and there are {memory}: raise "
+                "query_memory_mb in --kv-policy-config or lower --mem-fraction-static."
+            )
+        return memory // size
+
+    def describe(self, rows: int) -> str:
+        """What a policy with ``rows`` queries per head holds in memory besides the KV pool."""
+        state = self._shape.query_state_bytes(rows)
+        return (
+            f"query state {state / 1e6:.2f} MB per running request, "
+            f"the KV of {state / self._shape.kv_bytes_per_token:.0f} tokens"
+        )
+
+    @property
+    def _shape(self) -> ModelShape:
+        return ModelShape(
             num_layers=len(self.layers),
             num_query_heads=self.heads,
-            num_kv_heads=attention.tp_k_head_num,
+            num_kv_heads=self.layers[0].attention.tp_k_head_num,
             head_dim=self.head_dim,
             num_parameters=1,
             dtype_bytes=self.dtype.itemsize,
-        )
-        policy = policies.create(config, self.page_size)
-        rows = policy.observes.rows if policy is not None and policy.observes is not None else 0
-        state = shape.query_state_bytes(rows)
-        return (
-            f"query state {state / 1e6:.2f} MB per running request, "
-            f"the KV of {state / shape.kv_bytes_per_token:.0f} tokens"
         )
 
     # Scheduler thread, before the batch is prepared.
@@ -93,7 +113,7 @@ class PolicyWorker:
         if self.pending:
             live = [work for state, life, work in self.pending if state.life == life]
             for work in live:
-                _keep_for_this_stream(work.slots)
+                _keep_for_this_stream(work.source, work.target)
             compactor.run(live, self._views())
             self.pending.clear()
         self.stretches = []
@@ -104,7 +124,9 @@ class PolicyWorker:
             self._note_prompts(batch)
 
     def after_forward(self, batch: ScheduleBatch) -> None:
-        """Append the queries of a decode step to their requests' buffers."""
+        """Append the queries of a decode step to their requests' buffers, or keep a prompt's."""
+        for stretch in self.stretches:
+            self._remember(stretch)
         staged = self.stage.take()
         if staged is None:
             return
@@ -132,11 +154,12 @@ class PolicyWorker:
         if not self.stretches:
             return
         query = query.view(query.shape[0], self.heads, self.head_dim)
+        table = self.layers[layer_id].table
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
-            table = self.layers[layer_id].table
             pre = ops.derotate(query[rows], positions[rows, None], table)
-            stretch.buffer.fold_prompt(layer_id, pre, stretch.observed, stretch.recent)
+            buffer = stretch.state.buffer
+            buffer.fold_prompt(layer_id, pre, stretch.position, stretch.observed, stretch.recent)
 
     def _note_prompts(self, batch: ScheduleBatch) -> None:
         end = 0
@@ -145,27 +168,36 @@ class PolicyWorker:
         ):
             begin, end = end, end + extend
             state: RequestState = req.kv_policy
+            if state.policy is None:
+                continue
+            if state.shape is not None and state.buffer is None:
+                cached = batch.tree_cache.beacons_for(req, state.shape.n_beacon) if prefix else None
+                state.seed(self._new_buffer(state.shape), cached and cached.to(self.device))
             held = prefix + extend
             observed = state.observed_prompt
             recent = state.after_prefill(extend, self._foreseen_pinned(req, held), held)
-            if state.shape is None:
-                continue
-            if state.buffer is None:
-                state.buffer = QueryBuffer(
-                    state.shape,
-                    len(self.layers),
-                    self.heads,
-                    self.head_dim,
-                    self.dtype,
-                    self.device,
-                )
-            self.stretches.append(Stretch(state.buffer, begin, end, observed, recent))
+            if state.shape is not None:
+                ends = state.life == 0 and held == len(req.origin_input_ids)
+                self.stretches.append(Stretch(state, begin, end, prefix, observed, recent, ends))
+
+    def _remember(self, stretch: Stretch) -> None:
+        """Set a prompt's beacons aside for the prefix tree, once all layers have chosen theirs."""
+        state = stretch.state
+        if stretch.ends_prompt and self.tree_takes_prompts:
+            count = min(state.observed_prompt, state.shape.n_beacon)
+            state.beacons = state.buffer.beacons(count).to("cpu")
+
+    def _new_buffer(self, shape: BufferShape) -> QueryBuffer:
+        return QueryBuffer(
+            shape, len(self.layers), self.heads, self.head_dim, self.dtype, self.device
+        )
 
     def _foreseen_pinned(self, req: Req, held: int) -> int:
         """What the tree will own of a prompt once its prefill has been processed."""
         if not self.tree_takes_prompts or req.skip_radix_cache_insert:
             return req.kv.cache_protected_len
-        return held // self.page_size * self.page_size
+        prompt = min(held, len(req.origin_input_ids)) // self.page_size * self.page_size
+        return max(prompt, req.kv.cache_protected_len)
 
     def _views(self) -> list[LayerView]:
         return [
@@ -187,10 +219,11 @@ def _captured_rows() -> int:
     return 0 if decode.backend == "disabled" else max(decode.bs)
 
 
-def _keep_for_this_stream(tensor: torch.Tensor | None) -> None:
+def _keep_for_this_stream(*tensors: torch.Tensor | None) -> None:
     """Keep memory that another stream allocated until what this one launches has read it."""
-    if tensor is not None and tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def build(result: None, runner: ModelRunner, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import naive
 
 from sglang_beacon import policies
-from sglang_beacon.config import ConfigError, KVPolicyConfig
+from sglang_beacon.config import ConfigError, KVPolicyConfig, kept_tokens
 from sglang_beacon.core import BufferShape, EvictionPlan, Observations, RequestLengths
 from sglang_beacon.policies import POLICIES, POLICY_NAMES, Policy
 
@@ -54,7 +54,8 @@ class Case:
 
     def plan(self, policy: Policy) -> EvictionPlan:
         lengths = RequestLengths(self.held + self.freed, self.pinned, self.held)
-        return EvictionPlan(lengths, policy.config.kept(self.page_size), self.prompt_tokens)
+        kept = kept_tokens(policy.config.budget, policy.config.keep_ratio, self.page_size)
+        return EvictionPlan(lengths, kept, self.prompt_tokens)
 
     def keys(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)

@@ -47,6 +47,7 @@ class Scenario:
     page_size: int = 1
     chunks: tuple[int, ...] = (37,)
     in_tree: bool = True
+    shared_prefix: str = "pin"
     generated: int = 110
     rotary_dim: int = DIM
     neox: bool = True
@@ -68,6 +69,7 @@ class Scenario:
             keep_ratio=self.keep_ratio,
             n_prefix=self.n_prefix,
             n_recent=self.n_recent,
+            shared_prefix=self.shared_prefix,
             options={"n_beacon": self.n_beacon, "aggregation": self.aggregation},
         )
 
@@ -111,12 +113,25 @@ class Replay:
         self.newest: list[int] = []
 
     @property
-    def private(self) -> int:
-        return len(self.cached) - self.pinned
+    def leaves(self) -> bool:
+        """Whether an eviction would choose from the tree's part as well."""
+        if not self.pinned or self.scenario.shared_prefix == "pin":
+            return False
+        # Alone, ``auto`` leaves a prompt in the tree that is no more than half of the budget.
+        return self.scenario.shared_prefix == "copy" or self.pinned > self.scenario.budget / 2
+
+    @property
+    def budget(self) -> int:
+        stays = self.scenario.shared_prefix == "auto" and not self.leaves
+        return self.scenario.budget - (self.pinned if stays else 0)
+
+    @property
+    def counted(self) -> int:
+        return len(self.cached) - (0 if self.leaves else self.pinned)
 
     @property
     def brink(self) -> bool:
-        return self.private >= self.scenario.budget - self.scenario.n_recent
+        return self.counted >= self.budget - self.scenario.n_recent
 
     def prefill(self, positions: Sequence[int], pinned: int) -> None:
         """Step 1, chunk by chunk."""
@@ -139,7 +154,7 @@ class Replay:
                 self.observed = [self.farthest(h, seen) for h, seen in enumerate(self.observed)]
             if self.brink:
                 self.beacons = self.observed
-        if self.private < self.scenario.budget:
+        if self.counted < self.budget:
             return False
         self.evict(now=position)
         return True
@@ -150,11 +165,13 @@ class Replay:
         score = self.score(now, recent)
         # Kept in any case: the first tokens of the request, and the newest.
         window = self.cached[-self.scenario.n_recent :]
-        private = self.cached[self.pinned :]
-        fixed = [p for p in private if p < self.scenario.n_prefix or p in window]
-        others = [p for p in private if p not in fixed]
         page = self.scenario.page_size
-        stay = int(self.scenario.budget * self.scenario.keep_ratio) // page * page
+        stay = int(self.budget * self.scenario.keep_ratio) // page * page
+        if self.leaves:
+            self.pinned = 0
+        eligible = self.cached[self.pinned :]
+        fixed = [p for p in eligible if p < self.scenario.n_prefix or p in window]
+        others = [p for p in eligible if p not in fixed]
         chosen = naive.top([score[p] for p in others], stay - len(fixed), self.margin)
         self.cached = self.cached[: self.pinned] + sorted(fixed + [others[i] for i in chosen])
 
@@ -221,6 +238,14 @@ class Pool:
         self.free = list({slot // self.page_size for slot in gone}) + self.free
         self.storage[:, gone] = math.nan
 
+    def leave(self, row: list[int], pinned: int, kept: int) -> list[int]:
+        """The row of a request that keeps ``kept`` tokens and leaves ``pinned`` to the tree."""
+        own = min(kept, (len(row) - pinned) // self.page_size * self.page_size)
+        target = row[pinned : pinned + own]
+        while len(target) < kept:
+            self.extend(target)
+        return target
+
     def layer(self, index: int, table: RopeTable) -> LayerView:
         return LayerView(self.storage[index, :, 0], self.storage[index, :, 1], SCALE, table)
 
@@ -281,7 +306,7 @@ class Request:
             recent = self.state.after_prefill(count, self.pinned, self.length)
             for layer in range(LAYERS):
                 stretch = self.data.queries[positions.start : positions.stop, layer]
-                self.buffer.fold_prompt(layer, stretch, observed, recent)
+                self.buffer.fold_prompt(layer, stretch, positions.start, observed, recent)
             for replay in self.everywhere():
                 replay.prefill(positions, self.pinned)
         self.check_buffer()
@@ -289,8 +314,16 @@ class Request:
     def token(self) -> Work:
         (position,) = self.store(1)
         self.buffer.append(self.state.after_token(), self.data.queries[position])
-        plan = self.state.plan(self.pinned, len(self.row))
-        return Work(plan, self.state.policy, self.buffer, torch.tensor(self.row))
+        lengths = self.state.lengths(self.pinned, len(self.row))
+        plan = self.state.plan(lengths, self.state.allowance(lengths, share=self.pinned))
+        if plan.eviction is None:
+            return Work(plan, self.state.policy, self.buffer)
+        if plan.eviction.detach:
+            self.target = self.pool.leave(self.row, self.pinned, plan.eviction.kept)
+        else:
+            self.target = self.row[self.pinned : plan.eviction.held_after]
+        slots = torch.tensor(self.row), torch.tensor(self.target)
+        return Work(plan, self.state.policy, self.buffer, *slots)
 
     def follow(self, work: Work) -> None:
         """Replay the newest token, and compare everything."""
@@ -300,8 +333,14 @@ class Request:
         if eviction is not None:
             assert eviction.lengths.logical == self.length
             self.evictions += 1
-            self.carried.append(work.plan.carried)
-            self.pool.shorten(self.row, eviction.held_after)
+            self.carried.append(work.plan.roll.carried)
+            if eviction.detach:
+                self.kept_by_tree = self.row[: self.pinned]
+                left_over = [slot for slot in self.row[self.pinned :] if slot not in self.target]
+                self.row, self.pinned = self.target, 0
+                self.pool.storage[:, left_over] = math.nan
+            else:
+                self.pool.shorten(self.row, eviction.held_after)
         self.check_pool()
         self.check_buffer()
 
@@ -316,7 +355,8 @@ class Request:
 
     def check_buffer(self) -> None:
         phase = self.state.phase
-        chosen = phase.filled - phase.recent
+        # Before the beacons are frozen, the newest queries are among the observed.
+        chosen = phase.filled - (phase.recent if phase.frozen else 0)
         for layer, replays in enumerate(self.replays):
             for head in range(HEADS):
                 replay = replays[head // GROUP]
@@ -325,7 +365,8 @@ class Request:
                 assert phase.frozen == (replay.beacons is not None)
                 # Order decides nothing but ties.
                 assert sorted(tokens[:chosen]) == sorted(replay.observed[head % GROUP])
-                assert tokens[chosen:] == replay.newest[len(replay.newest) - phase.recent :]
+                newest = tokens[phase.filled - phase.recent :]
+                assert newest == replay.newest[len(replay.newest) - phase.recent :]
 
     def everywhere(self) -> list[Replay]:
         return [replay for layer in self.replays for replay in layer]
@@ -345,9 +386,7 @@ def play(scenario: Scenario) -> Request:
         before = pool.storage.clone()
         compactor.run([work], layers)
         if work.plan.eviction is not None:
-            lengths = work.plan.eviction.lengths
-            destination = request.row[lengths.pinned : work.plan.eviction.held_after]
-            before[:, destination] = pool.storage[:, destination]
+            before[:, request.target] = pool.storage[:, request.target]
         assert_same(pool.storage, before)
         request.follow(work)
     assert request.margin > MARGIN, "a near-tie: choose another seed"
@@ -375,6 +414,17 @@ SCENARIOS = {
     "chunks in the tree": Scenario(chunks=(17, 40, 5), page_size=16, generated=150),
     "chunks, private": Scenario(chunks=(10, 18, 9), in_tree=False),
 }
+# The prompt is left to the tree by the first eviction.
+LEAVING = {
+    "copy": Scenario(shared_prefix="copy"),
+    "copy, page 16": Scenario(shared_prefix="copy", page_size=16, generated=130),
+    "copy, own slots suffice": Scenario(shared_prefix="copy", chunks=(10,), generated=150),
+    "copy, prompt over the budget": Scenario(shared_prefix="copy", chunks=(60, 35), generated=90),
+    "copy, prompt over the budget, page 16": Scenario(
+        shared_prefix="copy", chunks=(60, 35), page_size=16, generated=90
+    ),
+    "auto, a large prompt": Scenario(shared_prefix="auto", chunks=(50,)),
+}
 # An eviction that frees fewer tokens than are recent: the newest queries carry over.
 CARRYING = {
     "frees 6": Scenario(budget=48, keep_ratio=7 / 8, in_tree=False, generated=60),
@@ -400,6 +450,25 @@ def test_life_of_a_request(name: str) -> None:
     request = play(SCENARIOS[name])
     assert request.evictions >= 3
     assert not any(request.carried)
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_leaving_the_tree(name: str) -> None:
+    """All tokens are chosen from, once; what the tree owns is never written to."""
+    request = play(LEAVING[name])
+    assert request.evictions >= 2
+    assert request.pinned == 0
+    positions = range(len(request.kept_by_tree))
+    held = request.pool.storage[:, request.kept_by_tree]
+    expected = torch.stack((request.data.keys[positions], request.data.values[positions]), dim=2)
+    assert torch.equal(held, expected.transpose(0, 1))
+
+
+def test_auto_pins_a_small_prompt() -> None:
+    request = play(Scenario(shared_prefix="auto", chunks=(30,), generated=90))
+    assert request.evictions >= 2
+    assert request.pinned == 30
+    assert len(request.row) < request.scenario.budget
 
 
 @pytest.mark.parametrize("name", CARRYING)
@@ -450,7 +519,7 @@ def test_half_precision_buffer() -> None:
     """Queries are stored in the model's dtype, and a chosen row is one of those appended."""
     buffer = QueryBuffer(BufferShape(16, 16), 1, 2, DIM, torch.bfloat16, "cpu")
     prompt = torch.randn(40, 2, DIM, generator=torch.Generator().manual_seed(0))
-    buffer.fold_prompt(0, prompt, 0, 0)
+    buffer.fold_prompt(0, prompt, 0, 0, 0)
     assert buffer.rows.dtype == torch.bfloat16
     stored = prompt.bfloat16()
     for head in range(2):

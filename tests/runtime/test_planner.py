@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
@@ -14,11 +14,13 @@ from sglang_beacon.config import ConfigError, KVPolicyConfig
 from sglang_beacon.core import (
     BufferShape,
     EvictionPlan,
+    Fold,
     ObservationPhase,
     RequestLengths,
     RequestPlan,
 )
 from sglang_beacon.runtime import phase as phases
+from sglang_beacon.runtime.allowance import Allowance, allowance
 from sglang_beacon.runtime.request import RequestState
 
 
@@ -46,6 +48,7 @@ class Case:
             keep_ratio=self.eighths / 8,
             n_prefix=self.n_prefix,
             n_recent=self.n_recent,
+            shared_prefix="pin",
             options={"n_beacon": self.n_beacon} if self.policy == "beacon" else {},
         )
 
@@ -105,6 +108,14 @@ class Trace:
     steps: list[Step] = field(default_factory=list)
 
 
+def plan_token(
+    state: RequestState, pinned: int, held: int, share: int | None = None
+) -> RequestPlan:
+    """Plan for a request that holds its part of the tree alone, or answers for ``share`` of it."""
+    lengths = state.lengths(pinned, held)
+    return state.plan(lengths, state.allowance(lengths, pinned if share is None else share))
+
+
 def play(case: Case, state: RequestState) -> Trace:
     """Drive a request as an engine does: prefill in chunks, then a plan after each token."""
     trace = Trace(state, pinned=case.cached, held=case.cached)
@@ -117,7 +128,7 @@ def play(case: Case, state: RequestState) -> Trace:
         trace.held += 1
         row = state.after_token() if state.shape is not None else -1
         before = state.phase
-        plan = state.plan(trace.pinned, trace.held)
+        plan = plan_token(state, trace.pinned, trace.held)
         private = trace.held - trace.pinned
         if plan.eviction is not None:
             assert plan.eviction.lengths.held == trace.held
@@ -193,9 +204,9 @@ def test_life_of_the_buffer(case: Case) -> None:
 
         full = step.before.filled == shape.rows
         due = not frozen and (full or step.private >= brink)
-        assert plan.freeze in (0, step.before.filled), "FPS chooses from all rows"
-        # With no more rows than beacons, FPS would keep them all.
-        assert bool(plan.freeze) == (due and step.before.filled > case.n_beacon)
+        # FPS chooses from all rows; with no more rows than beacons, it would keep them all.
+        freezing = due and step.before.filled > case.n_beacon
+        assert plan.freeze == (Fold(step.before.filled) if freezing else None)
         frozen = frozen or step.private >= brink
 
         if plan.eviction is not None:
@@ -203,16 +214,15 @@ def test_life_of_the_buffer(case: Case) -> None:
             assert plan.observed.frozen
             assert plan.observed.recent == min(case.n_recent, available)
             assert plan.observed.filled <= case.n_beacon + plan.observed.recent
-            assert plan.roll == plan.observed.filled
-            assert plan.carried == min(max(step.left - brink, 0), plan.observed.recent)
+            carried = min(max(step.left - brink, 0), plan.observed.recent)
+            assert plan.roll == Fold(plan.observed.filled, carried)
             frozen = step.left >= brink
         else:
-            assert plan.roll == plan.carried == 0
+            assert plan.roll is None
         assert step.after.frozen == frozen
         assert step.after.filled <= shape.rows - 1, "there is room for the next token"
         if not frozen:
-            assert step.after.recent == 0
-            assert step.after.filled < shape.rows
+            assert step.after.recent <= step.after.filled < shape.rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,11 +232,13 @@ def test_planning_twice_is_harmless(case: Case) -> None:
     state = case.new_state()
     plan = state.plan
 
-    def twice(pinned: int, held: int) -> RequestPlan:
-        first = plan(pinned, held)
-        left = held if first.eviction is None else first.eviction.held_after
+    def twice(lengths: RequestLengths, allowance: Allowance) -> RequestPlan:
+        first = plan(lengths, allowance)
+        pinned = lengths.pinned
+        left = lengths.held if first.eviction is None else first.eviction.held_after
         phase, freed = state.phase, state.freed
-        again = plan(pinned, left)
+        lengths = state.lengths(pinned, left)
+        again = plan(lengths, state.allowance(lengths, pinned))
         assert again.is_empty
         assert (state.phase, state.freed) == (phase, freed)
         return first
@@ -272,13 +284,13 @@ def test_the_tree_may_own_another_part_than_foreseen(
     for _ in range(case.generated):
         held += 1
         assert state.after_token() < case.n_beacon + case.n_recent
-        plan = state.plan(pinned, held)
+        plan = plan_token(state, pinned, held)
         if plan.eviction is not None:
             assert plan.observed.frozen
             held = plan.eviction.held_after
         assert held - pinned < case.budget
         assert state.phase.frozen == (held - pinned >= case.budget - case.n_recent)
-        assert state.phase.recent <= min(state.phase.filled, case.n_recent)
+        assert state.phase.recent <= state.phase.filled
 
 
 def test_the_paper_defaults() -> None:
@@ -292,7 +304,7 @@ def test_the_paper_defaults() -> None:
     for logical in range(101, 2305):
         held += 1
         state.after_token()
-        plan = state.plan(0, held)
+        plan = plan_token(state, 0, held)
         if not plan.is_empty:
             events[logical] = plan
         if plan.eviction is not None:
@@ -300,15 +312,16 @@ def test_the_paper_defaults() -> None:
     # The second cycle is 240 tokens from 1792 to the brink: full for the 15th time right there.
     full = [*range(116, 2021, 16), *range(2064, 2273, 16)]
     assert sorted(events) == sorted([*full, 2032, 2048, 2288, 2304])
-    assert all(events[at] == RequestPlan(freeze=32, observed=events[at].observed) for at in full)
-    assert [events[at].freeze for at in (2032, 2048, 2288, 2304)] == [28, 0, 32, 0]
+    assert all(events[at] == RequestPlan(Fold(32), observed=events[at].observed) for at in full)
+    frozen = [events[at].freeze for at in (2032, 2048, 2288, 2304)]
+    assert frozen == [Fold(28), None, Fold(32), None]
     for at in (2048, 2304):
         eviction = events[at].eviction
         assert eviction is not None
         assert (eviction.kept, eviction.freed) == (1792, 256)
         assert eviction.lengths == RequestLengths(logical=at, pinned=0, held=2048)
         assert events[at].observed == ObservationPhase(filled=32, frozen=True, recent=16)
-        assert (events[at].roll, events[at].carried) == (32, 0)
+        assert events[at].roll == Fold(32)
 
 
 def test_a_policy_without_observations_plans_evictions_only() -> None:
@@ -316,9 +329,9 @@ def test_a_policy_without_observations_plans_evictions_only() -> None:
     state = RequestState(config, policies.create(config), 1)
     assert state.after_prefill(31, 0, 31) == 0
     assert state.phase == ObservationPhase()
-    plan = state.plan(0, 32)
+    plan = plan_token(state, 0, 32)
     assert plan.eviction == EvictionPlan(RequestLengths(32, 0, 32), 28, 31)
-    assert (plan.freeze, plan.roll, plan.carried) == (0, 0, 0)
+    assert (plan.freeze, plan.roll) == (None, None)
 
 
 def test_an_overfull_buffer_is_an_error() -> None:
@@ -350,12 +363,12 @@ def test_a_budget_that_cannot_hold_a_page_is_refused() -> None:
 
 def test_the_tree_took_more_than_foreseen_at_the_brink() -> None:
     """Frozen too early, and still within the last tokens before the budget: no row overflows."""
-    config = KVPolicyConfig(policy="beacon", budget=64)
+    config = KVPolicyConfig(policy="beacon", budget=64, shared_prefix="pin")
     state = RequestState(config, policies.create(config), 1)
     state.after_prefill(90, 0, 90)
     for held in range(91, 140):
         state.after_token()
-        state.plan(35, held - state.freed)
+        plan_token(state, 35, held - state.freed)
 
 
 def test_prompt_tokens_in_the_recent_window_stay_prompt() -> None:
@@ -364,8 +377,109 @@ def test_prompt_tokens_in_the_recent_window_stay_prompt() -> None:
     state = RequestState(config, policies.create(config), 1)
     state.after_prefill(50, 0, 50)
     for held in range(51, 65):
-        plan = state.plan(0, held)
+        plan = plan_token(state, 0, held)
     assert plan.eviction is not None
     assert plan.eviction.prompt_tokens == 50
     # 14 generated tokens are the newest; 56 stay, so 42 are of the prompt.
     assert state.prompt_tokens == 42
+
+
+def test_detaching_counts_and_chooses_from_all_tokens() -> None:
+    """``copy``: 40 of 64 tokens are the tree's; at the budget it gets them back, once."""
+    config = KVPolicyConfig(policy="beacon", budget=64, shared_prefix="copy")
+    state = RequestState(config, policies.create(config), 1)
+    state.after_prefill(41, 40, 41)
+    for held in range(42, 65):
+        state.after_token()
+        plan = plan_token(state, 40, held)
+    eviction = plan.eviction
+    assert eviction == EvictionPlan(RequestLengths(64, 40, 64), 56, 41, detach=True)
+    assert (eviction.pinned, eviction.held_after, eviction.freed) == (0, 56, 8)
+    assert state.detached
+    # From then on it holds nothing of the tree.
+    state.after_token()
+    assert plan_token(state, 0, 57).eviction is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "pinned", "share", "expected"),
+    [
+        ("pin", 900, 900, Allowance(50, 1000)),
+        ("copy", 900, 1, Allowance(950, 1000, detach=True)),
+        ("copy", 0, 0, Allowance(50, 1000)),
+        ("auto", 400, 400, Allowance(50, 600)),
+        ("auto", 900, 500, Allowance(50, 500)),
+        ("auto", 900, 501, Allowance(551, 1000, detach=True)),
+        ("auto", 900, 900, Allowance(950, 1000, detach=True)),
+    ],
+)
+def test_allowance(mode: str, pinned: int, share: int, expected: Allowance) -> None:
+    config = KVPolicyConfig(policy="beacon", budget=1000, shared_prefix=mode)
+    lengths = RequestLengths(pinned + 50, pinned, pinned + 50)
+    assert allowance(lengths, share, config, least_budget=43) == expected
+
+
+def test_auto_copies_where_too_little_would_be_left() -> None:
+    config = KVPolicyConfig(policy="beacon", budget=80)
+    lengths = RequestLengths(60, 40, 60)
+    assert not allowance(lengths, 37, config, least_budget=43).detach
+    assert allowance(lengths, 38, config, least_budget=43).detach
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    holders=st.integers(1, 40),
+    prompt=st.integers(0, 3000),
+    generated=st.integers(1, 5000),
+    budget=st.integers(64, 3000),
+)
+def test_auto_needs_no_more_than_the_better_mode(
+    holders: int, prompt: int, generated: int, budget: int
+) -> None:
+    """Equal requests over one prompt, at the length where they hold the most."""
+
+    def peak(mode: str) -> int:
+        config = KVPolicyConfig(policy="streaming", budget=budget, shared_prefix=mode)
+        most = 0
+        for said in range(generated + 1):
+            lengths = RequestLengths(prompt + said, prompt, prompt + said)
+            share = -(-prompt // holders)
+            counted = allowance(lengths, share, config, least_budget=24)
+            if counted.is_used_up:
+                # It stays at its limit from here on; one that leaves holds all of that alone.
+                limit = budget if counted.detach else prompt + holders * counted.budget
+                return max(most, holders * limit if counted.detach else limit)
+            most = prompt + holders * said
+        return most
+
+    # Shares are rounded up: at most one token per request.
+    assert peak("auto") <= min(peak("pin"), peak("copy")) + holders
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), mode=st.sampled_from(["auto", "copy"]))
+def test_holders_come_and_go(data: st.DataObject, mode: str) -> None:
+    """Whatever the share does, no row overflows and nothing stays beyond its allowance."""
+    case = data.draw(cases())
+    config = replace(case.config, shared_prefix=mode)
+    state = RequestState(config, policies.create(config, case.page_size), case.page_size)
+    held = 0
+    for chunk in case.chunks:
+        held += chunk
+        pinned = held // case.page_size * case.page_size if case.in_tree else 0
+        state.after_prefill(chunk, pinned, held)
+    share = data.draw(st.integers(0, pinned))
+    for _ in range(case.generated):
+        held += 1
+        assert state.after_token() < case.n_beacon + case.n_recent
+        if data.draw(st.integers(0, 9)) == 0:
+            share = data.draw(st.integers(0, pinned))
+        plan = plan_token(state, pinned, held, share)
+        if plan.eviction is not None:
+            assert plan.observed.frozen
+            assert plan.observed.recent <= case.n_recent
+            held, pinned = plan.eviction.held_after, plan.eviction.pinned
+            share = min(share, pinned)
+        left = state.allowance(state.lengths(pinned, held), share)
+        assert not left.is_used_up
+        assert state.phase.recent <= state.phase.filled

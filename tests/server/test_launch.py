@@ -266,8 +266,8 @@ def test_a_changed_target_is_noticed() -> None:
     hook = POLICY_HOOKS[0]
     gone = hook._replace(target="sglang.srt.managers.scheduler.Scheduler.no_such_method")
     renamed = hook._replace(parameters=("no_such_parameter",))
-    assert "has no" in (compat.problem_of(gone) or "")
-    assert "no_such_parameter" in (compat.problem_of(renamed) or "")
+    assert "has no" in (compat.problem_of(gone.target, gone.parameters) or "")
+    assert "no_such_parameter" in (compat.problem_of(renamed.target, renamed.parameters) or "")
     with pytest.raises(compat.IncompatibleError, match="was not installed"):
         compat.verify([hook._replace(function=lambda: None)])
 

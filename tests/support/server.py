@@ -54,9 +54,11 @@ def check_decode_steps(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """Check lengths and positions of every decoded token; returns one record for each.
 
     Attention reads what is held, and a token sits at the place it has among all that was seen.
+    What the prefix tree owns never changes.
     """
     decoded = []
     for step in steps:
+        assert not step.get("tree_changed")
         if step["mode"] == "DECODE":
             for index, req in enumerate(step["reqs"]):
                 assert step["positions"][index] == req["logical"] - 1

@@ -7,19 +7,50 @@ counted anew from the last prefill and the decode steps since.
 import json
 import os
 
+import torch
+
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 step = {}
 log = None
+shadow = None
+
+
+class Shadow:
+    """A copy of all keys and values that the prefix tree owns, to see whether they change."""
+
+    def __init__(self, scheduler):
+        self.pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self.layers = [
+            buffer
+            for index in range(scheduler.model_config.num_hidden_layers)
+            for buffer in (self.pool.get_key_buffer(index), self.pool.get_value_buffer(index))
+        ]
+        self.copies = [torch.zeros_like(buffer) for buffer in self.layers]
+        self.owned = torch.zeros(len(self.layers[0]), dtype=torch.bool)
+
+    def changed(self, slots):
+        """How many slots, in the tree now and a step ago, hold something else."""
+        owned = torch.zeros_like(self.owned)
+        owned[slots.long()] = True
+        stayed, new = owned & self.owned, owned & ~self.owned
+        differs = torch.zeros_like(owned)
+        for buffer, copy in zip(self.layers, self.copies, strict=True):
+            differs |= (buffer != copy).flatten(1).any(1) & stayed
+            copy[new] = buffer[new]
+        self.owned = owned
+        return int(differs.sum())
 
 
 def before_run_batch(scheduler, batch, *args, **kwargs):
-    global step
+    global step, shadow
+    shadow = shadow or Shadow(scheduler)
     allocator = scheduler.token_to_kv_pool_allocator
     step = {
         "mode": batch.forward_mode.name,
         "waiting": len(scheduler.waiting_queue),
         "free": allocator.available_size(),
         "evictable": scheduler.tree_cache.evictable_size(),
+        "tree_changed": shadow.changed(scheduler.tree_cache.all_values_flatten()),
         "reqs": [
             {
                 "rid": req.rid,
@@ -42,7 +73,7 @@ def before_forward(runner, forward_batch, *args, **kwargs):
 
 
 def after_retract(result, req, *args, **kwargs):
-    write({"mode": "RETRACT", "rid": req.rid})
+    write({"mode": "RETRACT", "rid": req.rid, "said": len(req.output_ids)})
 
 
 def after_update(result, *args, **kwargs):

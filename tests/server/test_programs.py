@@ -1,0 +1,106 @@
+"""SGLang's own programs and tests, on a real model, with the policy on."""
+
+from __future__ import annotations
+
+import unittest
+from pathlib import Path
+
+import pytest
+import sglang as sgl
+from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
+from support.server import Server
+
+from sglang_beacon.srt.frontend import PolicyEndpoint
+
+BUDGET = 128
+PREAMBLE = (
+    "You are the keeper of a lighthouse on a rocky coast. Ships pass at night, and storms come "
+    "without a warning. You keep a diary of the weather, of the ships, and of the birds. "
+) * 4
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path):
+    with Server(
+        "--dtype", "float32", "--kv-policy", "beacon", "--kv-budget", str(BUDGET),
+        "--max-total-tokens", "12000", "--enable-cache-report", model=demo_model,
+        threads=1,
+    ) as server:  # fmt: skip
+        yield server
+
+
+@sgl.function
+def diary(s, days: list[str]):
+    """One preamble, one branch a day."""
+    s += PREAMBLE
+    # Fork puts into the tree what has arrived by then; text is appended by another thread.
+    s.sync()
+    branches = s.fork(len(days))
+    for branch, day in zip(branches, days, strict=True):
+        branch += f"{day}: "
+        branch += sgl.gen("entry", max_tokens=100, ignore_eos=True)
+    replies = [branch.get_meta_info("entry") for branch in branches]
+    s.cached = [reply["cached_tokens"] for reply in replies]
+    s.policies = [reply["kv_policy"] for reply in replies]
+    s += "All entries: " + " ".join(branch["entry"] for branch in branches)
+
+
+def test_a_forked_program_shares_its_preamble(server: Server) -> None:
+    server.flush()
+    state = diary.run(days=["Monday", "Tuesday", "Friday"], backend=PolicyEndpoint(server.url))
+    preamble = server.post("/tokenize", {"prompt": PREAMBLE}).json()["count"]
+    # The preamble's last space belongs to the next word.
+    assert state.cached == [preamble - 1] * 3
+    for policy in state.policies:
+        assert policy["policy"] == "beacon"
+        assert policy["evictions"] > 0
+        assert policy["held_tokens"] < policy["logical_tokens"]
+
+
+def test_a_program_chooses_its_budget(server: Server) -> None:
+    state = diary.run(
+        days=["Sunday"], backend=PolicyEndpoint(server.url, kv_policy="streaming", kv_budget=200)
+    )
+    (policy,) = state.policies
+    assert (policy["policy"], policy["budget"]) == ("streaming", 200)
+
+
+def test_chat_completions_choose_their_budget(server: Server) -> None:
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Tell me about the sea."}],
+        "max_tokens": 20,
+        "custom_params": {"kv_policy": "random", "kv_budget": 90},
+    }
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.ok
+    assert reply.json()["choices"][0]["message"]["content"]
+    body["custom_params"]["kv_policy"] = "becon"
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert "did you mean 'beacon'" in refused.text
+
+
+def test_streams_report_as_they_go(server: Server) -> None:
+    ids = server.post("/tokenize", {"prompt": PREAMBLE}).json()["tokens"]
+    summaries = [part["meta_info"]["kv_policy"] for part in server.stream(ids, 60)]
+    seen = [summary["logical_tokens"] for summary in summaries]
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 30
+    assert summaries[-1]["evictions"] > 0
+
+
+class Kits(AbortAllMixin, BasicSchedulerStressMixin, unittest.TestCase):
+    """SGLang's own checks; `base_url` and `process` are what they need."""
+
+    abort_all_num_requests = 8
+    abort_all_max_new_tokens = 6000
+    # Wants capitals that this model does not know, with or without a policy.
+    test_concurrent_requests = None
+    # Minutes of prefill on a CPU.
+    test_long_prompt = None
+
+    @pytest.fixture(autouse=True)
+    def on(self, server: Server) -> None:
+        self.base_url, self.process = server.url, server.process
