@@ -20,12 +20,12 @@ from sglang.srt.mem_cache.registry import (
     register_radix_cache_backend,
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_context, get_memory
 
 from sglang_beacon.core import EvictionPlan
 from sglang_beacon.runtime.beacon_store import Beacons, BeaconStore
 from sglang_beacon.srt import tree_eviction
-from sglang_beacon.srt.server_args import TREE_CACHE, config_of
+from sglang_beacon.srt.server_args import config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 logger = logging.getLogger(__name__)
+
+NAME = "prefix-respecting"
 
 
 class Move(NamedTuple):
@@ -201,7 +203,12 @@ def build(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     return cache
 
 
-def register() -> None:
-    """Make the cache known to SGLang under the name that `server_args.resolve` chooses."""
-    if get_radix_cache_factory(TREE_CACHE) is None:
-        register_radix_cache_backend(TREE_CACHE, build)
+def use() -> None:
+    """Register the cache with SGLang and choose it, in this process.
+
+    Not in the launcher's settings: a scheduler without the plugin would die of an unknown name,
+    where the launcher knows better what to say.
+    """
+    if get_radix_cache_factory(NAME) is None:
+        register_radix_cache_backend(NAME, build)
+    get_context().override("sglang_beacon", radix_cache_backend=NAME)

@@ -20,7 +20,7 @@ from sglang_beacon.runtime.request import RequestState
 from sglang_beacon.srt import admission, attention, compat
 from sglang_beacon.srt.admission import Limits
 from sglang_beacon.srt.metrics import Counters, Exporter
-from sglang_beacon.srt.server_args import TREE_CACHE, config_of
+from sglang_beacon.srt.server_args import config_of, needs_prefix_cache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -80,11 +80,11 @@ def start(
     from sglang.srt.runtime_context import get_memory
 
     config = config_of(server_args)
-    if get_memory().radix_cache_backend == TREE_CACHE:
+    if needs_prefix_cache(config, get_memory()):
         # Its base class is SGLang's, which only this process has to import.
         from sglang_beacon.srt import prefix
 
-        prefix.register()
+        prefix.use()
     if config.enabled:
         compat.check(hooks)
         compat.install(hooks)

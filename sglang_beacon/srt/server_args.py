@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ATTRIBUTE = "_kv_policy"
-# Name of our prefix cache among SGLang's.
-TREE_CACHE = "prefix-respecting"
 FLAGS = ("kv_policy", "kv_budget", "kv_policy_config")
 
 
@@ -97,19 +95,17 @@ def resolve(
     previous: Callable[[Any], None],
 ) -> None:
     """Around SGLang's last validation step: refuse what cannot work, before any model loads."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.overrides import resolving_view
 
     previous(server_args)
     config = config_of(server_args)
     resolved = resolving_view(server_args)
-    if config.enabled or resolved.radix_eviction_policy == tree_eviction.NAME:
-        if resolved.radix_cache_backend not in (None, TREE_CACHE):
-            _refuse(
-                server_args,
-                f"--kv-policy and --radix-eviction-policy {tree_eviction.NAME} bring their own "
-                "prefix cache: remove --radix-cache-backend.",
-            )
-        declare_resolution(server_args, "sglang_beacon", radix_cache_backend=TREE_CACHE)
+    if needs_prefix_cache(config, resolved) and resolved.radix_cache_backend is not None:
+        _refuse(
+            server_args,
+            f"--kv-policy and --radix-eviction-policy {tree_eviction.NAME} bring their own prefix "
+            "cache: remove --radix-cache-backend.",
+        )
     if not config.enabled:
         return
     try:
@@ -123,6 +119,11 @@ def resolve(
         compat.install(launcher_hooks)
     except compat.IncompatibleError as error:
         _refuse(server_args, str(error))
+
+
+def needs_prefix_cache(config: KVPolicyConfig, settings: Any) -> bool:
+    """Whether a server with these settings runs `srt.prefix.PrefixCache`."""
+    return config.enabled or settings.radix_eviction_policy == tree_eviction.NAME
 
 
 def check_schedulers(infos: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:

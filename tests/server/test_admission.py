@@ -78,4 +78,4 @@ def test_none_cannot(none) -> None:
 def test_within_budget_nothing_changes(beacon, none) -> None:
     for ours, theirs in zip(beacon[1], none[1], strict=True):
         assert ours["tokens"] == theirs["tokens"]
-        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-5)
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)

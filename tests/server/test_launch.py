@@ -97,6 +97,7 @@ OFFENDING_SETTINGS = {
     },
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-lmcache": {"enable_lmcache": True},
+    "--enable-flexkv": {"enable_flexkv": True},
     "--enable-unified-cache-external-linker": {"enable_unified_cache_external_linker": True},
     "--enable-hisparse": {"enable_hisparse": True},
     "--enable-unified-memory": {"enable_unified_memory": True},

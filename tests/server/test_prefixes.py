@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,9 @@ def test_budget_shared_by_the_prefix(server: Server, page: int) -> None:
 
 
 def test_after_abort(server: Server, prefixes: list[list[int]], exact: list[dict]) -> None:
+    """Aborted and asked again at once; somebody else's request meanwhile is not touched."""
+    other = {"input_ids": prompt(40, 77), "max_new_tokens": 300}
+    alone = server.generate(**other)["tokens"]
     for prefix, expected in zip(prefixes, exact, strict=True):
         server.flush()
         server.generate(prefix, 1)
@@ -145,10 +149,15 @@ def test_after_abort(server: Server, prefixes: list[list[int]], exact: list[dict
         ]
         for thread in threads:
             thread.start()
-        time.sleep(0.7)
-        while any(thread.is_alive() for thread in threads):
-            server.post("/abort_request", {"abort_all": True})
-            time.sleep(0.1)
+        time.sleep(0.3)
+        with ThreadPoolExecutor(1) as pool:
+            unrelated = pool.submit(server.generate, **other)
+            while any(thread.is_alive() for thread in threads):
+                for job in jobs:
+                    server.post("/abort_request", {"rid": job["rid"]})
+                time.sleep(0.1)
+            server.generate_all(sharing(prefix, 2, tokens=50))
+            assert unrelated.result()["tokens"] == alone
         assert follow_up(server, prefix) == expected
 
 
@@ -181,3 +190,45 @@ def test_after_tree_eviction(server: Server, prefixes: list[list[int]], exact: l
         ]
         server.generate_all(sharing(prefix, 2) + flood)
         assert ask(server, prefix) == expected
+
+
+def test_what_was_compacted_is_not_found(server: Server, page: int) -> None:
+    """After it is done, the tree has a request's exact tokens, and none of the compacted ones."""
+    for length, most in ((40, 40), (300, 301)):
+        server.flush()
+        ids = prompt(length, 5)
+        reply = server.generate(ids, 400)
+        assert reply["meta_info"]["kv_policy"]["evictions"] > 2
+        again = server.generate(ids + reply["tokens"], 1)
+        # Until the first eviction it was exact; one in place leaves the tree what it had.
+        until = most if length > SMALL / 2 else length
+        assert again["meta_info"]["cached_tokens"] <= until
+        assert again["meta_info"]["cached_tokens"] >= length // page * page - page
+
+
+@pytest.mark.parametrize("said", [30, 200])
+def test_stopped_by_a_token(server: Server, said: int) -> None:
+    """Before and after the first eviction, one step before the scheduler hears of it."""
+    server.flush()
+    ids = prompt(50, 6)
+    whole = server.generate(ids, 250)["tokens"]
+    last = whole[said]
+    first = whole.index(last)
+    server.flush()
+    reply = server.generate(ids, 250, stop_token_ids=[last], ignore_eos=False)
+    assert reply["tokens"] == whole[: first + 1]
+    assert reply["meta_info"]["finish_reason"]["type"] == "stop"
+    again = server.generate(ids + reply["tokens"], 20, custom_params={"kv_policy": "none"})
+    server.flush()
+    fresh = server.generate(ids + reply["tokens"], 20, custom_params={"kv_policy": "none"})
+    assert again["tokens"] == fresh["tokens"]
+
+
+def test_running_requests_are_compressed_before_the_tree_is_evicted(server: Server) -> None:
+    """What they would say does not fit beside a cached prefix; what they hold does."""
+    server.flush()
+    server.generate(prompt(512, 8), 1)
+    jobs = [{"input_ids": prompt(20, 60 + n), "max_new_tokens": 800} for n in range(6)]
+    server.generate_all(jobs)
+    reply = server.generate([*prompt(512, 8), 5], 1)
+    assert reply["meta_info"]["cached_tokens"] == 512
