@@ -19,6 +19,8 @@ from sglang_beacon.lab.random_model import VOCABULARY
 
 SLOTS = 4096
 SMALL, LARGE = 128, 640
+# The random model's end token.
+END = 1
 
 
 @pytest.fixture(scope="module", params=[1, 16, 64], ids=lambda page: f"page{page}")
@@ -209,13 +211,15 @@ def test_what_was_compacted_is_not_found(server: Server, page: int) -> None:
 @pytest.mark.parametrize("said", [30, 200])
 def test_stopped_by_a_token(server: Server, said: int) -> None:
     """Before and after the first eviction, one step before the scheduler hears of it."""
+    for seed in range(6, 30):
+        server.flush()
+        ids = prompt(50, seed)
+        whole = server.generate(ids, 250)["tokens"]
+        if END not in whole:
+            break
+    first = next(n for n in range(said, 250) if whole[n] not in whole[:n])
     server.flush()
-    ids = prompt(50, 6)
-    whole = server.generate(ids, 250)["tokens"]
-    last = whole[said]
-    first = whole.index(last)
-    server.flush()
-    reply = server.generate(ids, 250, stop_token_ids=[last], ignore_eos=False)
+    reply = server.generate(ids, 250, stop_token_ids=[whole[first]], ignore_eos=False)
     assert reply["tokens"] == whole[: first + 1]
     assert reply["meta_info"]["finish_reason"]["type"] == "stop"
     again = server.generate(ids + reply["tokens"], 20, custom_params={"kv_policy": "none"})
