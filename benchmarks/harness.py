@@ -8,10 +8,10 @@ the machine's mood. Memory checks and probes are off.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.conditions import store
 from sglang_beacon.lab.demo_model import ensure
-from sglang_beacon.lab.random_model import VOCABULARY, save_random_qwen3
+from sglang_beacon.lab.random_model import save_random_qwen3
 from sglang_beacon.lab.serving import Server
 
 Row = dict[str, float]
@@ -134,7 +134,7 @@ class Watch:
 
     def _poll(self) -> None:
         while not self._done.wait(self.interval_s):
-            load = self.server.get("/v1/loads").json()["loads"][0]
+            load = self.server.loads()[0]
             self.row["peak_slots"] = max(self.row["peak_slots"], load["num_used_tokens"])
             self.row["peak_running"] = max(self.row["peak_running"], load["num_running_reqs"])
 
@@ -142,9 +142,13 @@ class Watch:
         return self.server.output().count("Retract requests")
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Random tokens: equal work for all servers, and no prefix in common."""
-    return random.Random(seed).choices(range(2, VOCABULARY), k=tokens)
+def throughput(server: Server, jobs: Sequence[Mapping[str, Any]]) -> Row:
+    """Tokens per second of jobs sent at once, and what `Watch` saw meanwhile."""
+    with Watch(server) as watch:
+        begin = time.perf_counter()
+        server.generate_all(jobs)
+        seconds = time.perf_counter() - begin
+    return {"tokens_per_s": sum(job["max_new_tokens"] for job in jobs) / seconds, **watch.row}
 
 
 def _model(name: str) -> tuple[Path, tuple[str, ...]]:

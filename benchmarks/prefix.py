@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.harness import Row, Watch, compare, parse, prompt
+from benchmarks.harness import Row, Watch, compare, parse, throughput
 from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.lab.serving import Server
 
 Job = dict[str, Any]
@@ -83,11 +84,7 @@ def pressure(args: argparse.Namespace) -> None:
             }
             for n in range(requests)
         ]
-        with Watch(server) as watch:
-            begin = time.perf_counter()
-            server.generate_all(jobs)
-            seconds = time.perf_counter() - begin
-        return {"tokens_per_s": requests * tokens / seconds, **watch.row}
+        return throughput(server, jobs)
 
     small, budgeted = ["--max-total-tokens", str(slots)], ["--kv-budget", str(budget)]
     servers = {

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.harness import Row, Watch, compare, parse, prompt
+from benchmarks.harness import Row, compare, parse, throughput
+from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.lab.serving import Server
 
 
@@ -44,11 +45,7 @@ def pool(args: argparse.Namespace) -> None:
         jobs = [
             {"input_ids": prompt(20, seed + n), "max_new_tokens": tokens} for n in range(requests)
         ]
-        with Watch(server) as watch:
-            begin = time.perf_counter()
-            server.generate_all(jobs)
-            seconds = time.perf_counter() - begin
-        return {"tokens_per_s": requests * tokens / seconds, **watch.row}
+        return throughput(server, jobs)
 
     setup = {"requests": requests, "generated": tokens, "slots": slots, "budget": budget}
     compare(args, "serve", "pool", setup, none_and_beacon(slots, budget), measure)

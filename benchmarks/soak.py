@@ -22,15 +22,11 @@ from typing import Any
 import requests
 
 from benchmarks.conditions import store
-from benchmarks.harness import prompt
+from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.lab.random_model import save_random_qwen3
-from sglang_beacon.lab.serving import Server
+from sglang_beacon.lab.serving import STRICT, Server
 
 SLOTS = 6000
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
 POLICIES = ("beacon", "streaming", "random", "none")
 BAD: tuple[dict[str, Any], ...] = (
     {"kv_budget": 0},
@@ -112,8 +108,7 @@ class Load:
         assert self.server.post("/generate", body).status_code == 400
 
     def do_retract(self, draw: random.Random) -> None:
-        self.server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
-        self.server.post("/continue_generation", {}).raise_for_status()
+        self.server.retract_all()
 
 
 class Examiner:
@@ -138,7 +133,7 @@ class Examiner:
         """Raise unless the answers are those of the start and all slots are free."""
         self.load.quiet.clear()
         try:
-            while (load := self.server.get("/v1/loads").json()["loads"][0])["num_running_reqs"]:
+            while (load := self.server.loads()[0])["num_running_reqs"]:
                 time.sleep(0.3)
             assert not load["num_used_tokens"], load
             assert self.ask() == self.expected, "a wrong answer"

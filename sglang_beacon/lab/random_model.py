@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -42,3 +43,8 @@ def save_random_qwen3(directory: Path, vocabulary: int = VOCABULARY) -> Path:
                 weight.normal_(0, 1.0 if wide else 1.6 / weight.shape[1] ** 0.5)
     model.save_pretrained(directory)
     return directory
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Tokens that the model knows, special ones aside: the same for the same seed."""
+    return random.Random(seed).choices(range(2, VOCABULARY), k=length)

@@ -23,6 +23,11 @@ COMMANDS = {
     "launch_server": [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"],
     "serve": [str(Path(sys.executable).with_name("sglang")), "serve"],
 }
+# Memory checks at every step of the scheduler: slow, and fatal where anything is lost.
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 
 
 class Server:
@@ -133,6 +138,26 @@ class Server:
         """``/server_info``."""
         info: dict[str, Any] = self.get("/server_info").json()
         return info
+
+    def loads(self) -> list[dict[str, Any]]:
+        """Slots and requests of each data-parallel rank, by SGLang's own account."""
+        loads: list[dict[str, Any]] = self.get("/v1/loads").json()["loads"]
+        return loads
+
+    def wait_idle(self, timeout_s: float = 30) -> None:
+        """Wait until no request runs or waits on the first rank."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            load = self.loads()[0]
+            if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
+                return
+            time.sleep(0.2)
+        raise TimeoutError("the server is still busy")
+
+    def retract_all(self) -> None:
+        """Take all running requests' memory away; they are computed again and go on."""
+        self.post("/pause_generation", {"mode": "retract"}).raise_for_status()
+        self.post("/continue_generation", {}).raise_for_status()
 
     def flush(self) -> None:
         """Empty the prefix tree."""

@@ -195,13 +195,12 @@ class _Run:
             return
         observed = state.observed_prompt
         recent = state.after_prefill(end - begin, self.pinned, end)
-        if state.buffer is None or state.shape is None:
+        if state.buffer is None:
             return
         for index, queries in enumerate(self.queries):
             state.buffer.fold_prompt(index, queries, begin, observed, recent)
         if end == self.prompt_tokens:
-            count = min(state.observed_prompt, state.shape.n_beacon)
-            self.result.beacons = state.buffer.beacons(count).to("cpu")
+            self.result.beacons = state.prompt_beacons()
 
     def decode(self) -> torch.Tensor:
         logits = self._forward(self.result.tokens[-1:])

@@ -46,7 +46,7 @@ def after_token(shape: BufferShape, phase: ObservationPhase) -> ObservationPhase
 def after_fps(
     shape: BufferShape, phase: ObservationPhase, frozen: bool, carried: int
 ) -> ObservationPhase:
-    """Phase after FPS over all filled rows, short of an eviction; ``carried`` rows follow."""
+    """Phase after FPS over all filled rows; ``carried`` rows follow the chosen."""
     return ObservationPhase(min(phase.filled, shape.n_beacon) + carried, frozen, carried)
 
 
@@ -55,5 +55,4 @@ def after_roll(
 ) -> ObservationPhase:
     """Phase after an eviction left ``counted`` tokens and FPS merged all filled rows."""
     carried = min(recent_at(shape, counted, budget), phase.recent)
-    beacons = min(phase.filled, shape.n_beacon)
-    return ObservationPhase(beacons + carried, is_at_brink(shape, counted, budget), carried)
+    return after_fps(shape, phase, is_at_brink(shape, counted, budget), carried)

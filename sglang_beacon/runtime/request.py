@@ -105,6 +105,12 @@ class RequestState:
         )
         return self.phase.recent
 
+    def prompt_beacons(self) -> Beacons:
+        """A copy, in host memory, of what the prompt's queries were folded to."""
+        assert self.shape is not None
+        assert self.buffer is not None
+        return self.buffer.beacons(min(self.observed_prompt, self.shape.n_beacon)).to("cpu")
+
     def after_token(self) -> int:
         """Note a decoded token; return the buffer row its query goes to."""
         assert self.shape is not None

@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     """
 
     capacity: int
-    most_observing: int = 2**30
+    most_observing: int
 
 
 def still_needed(req: Req) -> int | None:
@@ -44,7 +44,7 @@ def still_needed(req: Req) -> int | None:
         return None
     settled = req.kv.holds_kv and req.decode_batch_idx >= 1
     private = req.kv.kv_allocated_len - req.kv.cache_protected_len if settled else 0
-    return min(state.tokens_still_needed(private), _still_to_say(req))
+    return _at_most(req, private)
 
 
 def cap_running(reserved: float, adder: PrefillAdder, req: Req) -> float:
@@ -59,8 +59,7 @@ def add_capped(
     original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Around the adder's methods that admit one request."""
-    running = adder.running_batch.reqs if adder.running_batch is not None else ()
-    with _asking_for_what_they_need((req, *running)):
+    with _asking_for_what_they_need((req, *_running(adder))):
         return original(adder, req, *args, **kwargs)
 
 
@@ -70,8 +69,8 @@ def add_with_room_for_queries(
     """Around `PrefillAdder.add_one_req`: its query buffer has to fit as well."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    running = adder.running_batch.reqs if adder.running_batch is not None else ()
-    observing = sum(other.kv_policy.shape is not None for other in (*running, *adder.can_run_list))
+    others = (*_running(adder), *adder.can_run_list)
+    observing = sum(other.kv_policy.shape is not None for other in others)
     if req.kv_policy.shape is not None and observing >= req.kv_limits.most_observing:
         return AddReqResult.NO_TOKEN
     return add_capped(original, adder, req, *args, **kwargs)
@@ -107,8 +106,7 @@ def can_come_back(req: Req) -> bool:
     state = req.kv_policy
     if state.policy is None:
         return True  # SGLang has seen to it that all it may say fits.
-    needed = min(state.tokens_still_needed(0), _still_to_say(req))
-    return _fits(req.seqlen, needed, state.page_size, req.kv_limits.capacity)
+    return _fits(req.seqlen, _at_most(req, 0), state.page_size, req.kv_limits.capacity)
 
 
 def keep_order(order: list[int], reqs: Sequence[Req]) -> list[int]:
@@ -131,8 +129,14 @@ def keep_order(order: list[int], reqs: Sequence[Req]) -> list[int]:
     return sorted(order, key=key)
 
 
-def _still_to_say(req: Req) -> int:
-    return max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+def _running(adder: PrefillAdder) -> Sequence[Req]:
+    return adder.running_batch.reqs if adder.running_batch is not None else ()
+
+
+def _at_most(req: Req, private: int) -> int:
+    """Slots a request may take beyond ``private`` ones, by its budget and by what it may say."""
+    still_to_say = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return min(req.kv_policy.tokens_still_needed(private), still_to_say)
 
 
 def _fits(computed: int, needed: int, page_size: int, capacity: int) -> bool:

@@ -6,27 +6,24 @@ All start at 0 and are there from the start, so that a policy that never evicts 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-HELP = {
-    "requests_compressed": "Requests that were evicted from at least once.",
-    "requests_copied": "Requests that left the prefix tree, their prompt copied.",
-    "requests_seeded": "Requests that started from the beacons of a cached prefix.",
-    "evictions": "Evictions of all requests.",
-    "evicted_tokens": "Tokens evicted from all requests.",
-}
+
+def _counter(text: str) -> Any:
+    """A field of `Counters`, with what it counts."""
+    return field(default=0, metadata={"help": text})
 
 
 @dataclass
 class Counters:
-    """What happened since the start; see `HELP`."""
+    """What happened since the start."""
 
-    requests_compressed: int = 0
-    requests_copied: int = 0
-    requests_seeded: int = 0
-    evictions: int = 0
-    evicted_tokens: int = 0
+    requests_compressed: int = _counter("Requests that were evicted from at least once.")
+    requests_copied: int = _counter("Requests that left the prefix tree, their prompt copied.")
+    requests_seeded: int = _counter("Requests that started from the beacons of a cached prefix.")
+    evictions: int = _counter("Evictions of all requests.")
+    evicted_tokens: int = _counter("Tokens evicted from all requests.")
 
 
 class Exporter:
@@ -45,8 +42,10 @@ class Exporter:
 
         labels = {**labels, "kv_policy": policy}
         self._counters = {
-            name: Counter(f"sglang:kv_policy_{name}", text, labels.keys()).labels(**labels)
-            for name, text in HELP.items()
+            each.name: Counter(
+                f"sglang:kv_policy_{each.name}", each.metadata["help"], labels.keys()
+            ).labels(**labels)
+            for each in fields(Counters)
         }
         for counter in self._counters.values():
             counter.inc(0)

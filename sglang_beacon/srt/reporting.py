@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,11 +36,7 @@ def add_to_internal_state(output: Any, controller: Any, *args: Any, **kwargs: An
 
 def add_to_replies(streamer: type[SchedulerOutputStreamer], scheduler: Scheduler) -> type:
     """After `Scheduler.get_output_streamer_class`: replies carry the state of their request."""
-    return _reporting(streamer)
 
-
-@cache
-def _reporting(streamer: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
     class ReportingStreamer(streamer):  # type: ignore[misc, valid-type]
         """SGLang's output streamer, with `summary` in every reply."""
 

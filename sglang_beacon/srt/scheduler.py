@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_beacon import policies
 from sglang_beacon.config import REQUEST_KEYS, ConfigError, KVPolicyConfig
 from sglang_beacon.core import EvictionPlan, RequestPlan
+from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.allowance import pinned
 from sglang_beacon.runtime.compactor import Work
 from sglang_beacon.runtime.request import RequestState
@@ -38,7 +39,8 @@ class PolicyFactory:
     ----------
     config : KVPolicyConfig
         Of requests that do not choose their own.
-    default : Policy or None
+    default : Policy
+        Of that configuration.
     limits : Limits
         Of this scheduler, handed to every request.
     counters : Counters
@@ -49,13 +51,14 @@ class PolicyFactory:
     def __init__(
         self,
         config: KVPolicyConfig,
+        default: Policy,
         page_size: int,
         limits: Limits,
-        exporter: Exporter | None = None,
+        exporter: Exporter | None,
     ) -> None:
         self.config = config
+        self.default = default
         self.page_size = page_size
-        self.default = policies.create(config, page_size)
         self.limits = limits
         self.counters = Counters()
         self.exporter = exporter
@@ -106,10 +109,10 @@ def _prepare(scheduler: Scheduler, config: KVPolicyConfig) -> None:
     exporter = None
     if reporter.current_scheduler_metrics_enabled:
         exporter = Exporter(reporter.metrics_collector.labels, config.policy)
-    factory = PolicyFactory(config, scheduler.page_size, Limits(capacity), exporter)
-    rows = factory.default.observes.rows if factory.default.observes is not None else 0
-    factory.limits = factory.limits._replace(most_observing=worker.most_observing(config, rows))
-    scheduler.kv_policy = factory
+    policy = policies.create(config, scheduler.page_size)
+    rows = policy.observes.rows if policy.observes is not None else 0
+    limits = Limits(capacity, worker.most_observing(config, rows))
+    scheduler.kv_policy = PolicyFactory(config, policy, scheduler.page_size, limits, exporter)
     logger.info("KV policy %s; %s", config.as_dict(), worker.describe(rows))
 
 

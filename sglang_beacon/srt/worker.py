@@ -126,7 +126,9 @@ class PolicyWorker:
     def after_forward(self, batch: ScheduleBatch) -> None:
         """Append the queries of a decode step to their requests' buffers, or keep a prompt's."""
         for stretch in self.stretches:
-            self._remember(stretch)
+            # All layers have chosen theirs: they can go where the prefix tree keeps them.
+            if stretch.ends_prompt and self.tree_takes_prompts:
+                stretch.state.beacons = stretch.state.prompt_beacons()
         staged = self.stage.take()
         if staged is None:
             return
@@ -179,13 +181,6 @@ class PolicyWorker:
             if state.shape is not None:
                 ends = state.life == 0 and held == len(req.origin_input_ids)
                 self.stretches.append(Stretch(state, begin, end, prefix, observed, recent, ends))
-
-    def _remember(self, stretch: Stretch) -> None:
-        """Set a prompt's beacons aside for the prefix tree, once all layers have chosen theirs."""
-        state = stretch.state
-        if stretch.ends_prompt and self.tree_takes_prompts:
-            count = min(state.observed_prompt, state.shape.n_beacon)
-            state.beacons = state.buffer.beacons(count).to("cpu")
 
     def _new_buffer(self, shape: BufferShape) -> QueryBuffer:
         return QueryBuffer(

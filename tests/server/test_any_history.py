@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from support.server import Server, check_decode_steps
 
-from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 
 PAGE, SLOTS, BUDGET = 16, 1500, 96
 STEPS = 2000
@@ -30,10 +30,6 @@ def server(random_qwen3: Path):
         "--chunked-prefill-size", "128", model=random_qwen3, threads=1,
     ) as server:  # fmt: skip
         yield server
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 @dataclass
@@ -78,8 +74,7 @@ class History:
             self.server.post("/abort_request", {"rid": rid})
 
     def retract(self) -> None:
-        self.server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
-        self.server.post("/continue_generation", {}).raise_for_status()
+        self.server.retract_all()
 
     def flush(self) -> None:
         """Refused while anything runs, done otherwise; both are fine."""
@@ -122,6 +117,6 @@ def test_any_history(server: Server) -> None:
     history.finish()
     server.wait_idle()
     server.flush()
-    load = server.get("/v1/loads").json()["loads"][0]
+    load = server.loads()[0]
     assert load["num_used_tokens"] == 0
     assert server.alive

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import requests
 from support.server import Server, check_decode_steps
 
-from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 
 BUDGET = 64
 PAGE = 16
@@ -30,10 +29,6 @@ def server(random_qwen3: Path):
         server.wait_idle()
         server.flush()
         assert free_slots(server) == 4096
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 def free_slots(server: Server) -> int:
@@ -139,7 +134,7 @@ def test_disconnect_while_streaming(server: Server) -> None:
         "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
         "stream": True,
     }
-    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as response:
+    with server.open_post("/generate", body, timeout_s=60) as response:
         for count, _ in enumerate(response.iter_lines()):
             if count == 200:
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.server import Server, check_decode_steps
 
-from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 
 SLOTS, BUDGET = 700, 64
 
@@ -23,10 +22,6 @@ def server(random_qwen3: Path):
         model=random_qwen3, threads=1,
     ) as server:  # fmt: skip
         yield server
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 def test_a_request_longer_than_the_pool(server: Server) -> None:
@@ -56,8 +51,7 @@ def test_a_longer_one_that_is_retracted_ends_with_a_reason(server: Server) -> No
         req["logical"] > SLOTS for step in server.steps(since) for req in step.get("reqs", ())
     ):
         time.sleep(0.2)
-    server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
-    server.post("/continue_generation", {}).raise_for_status()
+    server.retract_all()
     thread.join(60)
     assert errors[0].status_code == 500
     assert "--max-total-tokens" in errors[0].text
@@ -78,8 +72,7 @@ def test_no_livelock(server: Server) -> None:
     thread.start()
     for _ in range(5):
         time.sleep(1)
-        server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
-        server.post("/continue_generation", {}).raise_for_status()
+        server.retract_all()
     thread.join()
     steps = server.steps(since)
     check_decode_steps(steps)

@@ -6,7 +6,6 @@ large one, whose requests stay attached.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.server import Server, check_decode_steps
 
-from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 
 SLOTS = 4096
 SMALL, LARGE = 128, 640
@@ -40,7 +39,7 @@ def server(random_qwen3: Path, page: int):
         server.wait_idle()
         check_decode_steps(server.steps())
         server.flush()
-        load = server.get("/v1/loads").json()["loads"][0]
+        load = server.loads()[0]
         assert load["num_used_tokens"] == 0
 
 
@@ -57,10 +56,6 @@ def exact(server: Server, prefixes: list[list[int]]) -> list[dict]:
     answers = [ask(server, prefix) for prefix in prefixes]
     assert server.info()["internal_states"][0]["kv_policy"]["counters"]["evictions"] == 0
     return answers
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 def ask(server: Server, prefix: list[int]) -> dict:
@@ -174,8 +169,7 @@ def test_after_retraction(server: Server, prefixes: list[list[int]], exact: list
         thread.start()
         for _ in range(2):
             time.sleep(0.4)
-            server.post("/pause_generation", {"mode": "retract"}).raise_for_status()
-            server.post("/continue_generation", {}).raise_for_status()
+            server.retract_all()
         thread.join()
         assert [step for step in server.steps(since) if step["mode"] == "RETRACT"]
         assert follow_up(server, prefix) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from support.server import Server
 from transformers import AutoModelForCausalLM
 
 from sglang_beacon.config import KVPolicyConfig
-from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.lab.simulator import Simulator
 
 BUDGET = 64
@@ -31,10 +30,6 @@ def server(random_qwen3: Path, request: pytest.FixtureRequest):
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     ) as server:  # fmt: skip
         yield server
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 def test_equals_simulator(server: Server, random_qwen3: Path) -> None:
@@ -58,4 +53,4 @@ def test_shared_prefix(server: Server) -> None:
     replies = server.generate_all(jobs)
     assert all(reply["meta_info"]["kv_policy"]["evictions"] for reply in replies)
     server.wait_idle()
-    assert all(not load["num_used_tokens"] for load in server.get("/v1/loads").json()["loads"])
+    assert all(not load["num_used_tokens"] for load in server.loads())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ from typing import Any
 from sglang_beacon.lab import serving
 
 PROBE = Path(__file__).parent / "probe"
-STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
 
 
 class Server(serving.Server):
@@ -32,22 +27,12 @@ class Server(serving.Server):
         path = os.pathsep.join([str(PROBE), os.environ.get("PYTHONPATH", "")])
         self.probe_log = self.directory / "probe.jsonl"
         probe = {"SERVER_PROBE_LOG": str(self.probe_log), "PYTHONPATH": path}
-        return {**STRICT, **probe, **(env or {})}
+        return {**serving.STRICT, **probe, **(env or {})}
 
     def steps(self, since: int = 0) -> list[dict[str, Any]]:
         """Forwards and retractions recorded so far, from record ``since`` on."""
         lines = self.probe_log.read_text().splitlines()[since:]
         return [json.loads(line) for line in lines]
-
-    def wait_idle(self, timeout_s: float = 30) -> None:
-        """Wait until no request runs, by SGLang's own account."""
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            load = self.get("/v1/loads").json()["loads"][0]
-            if not load["num_running_reqs"] and not load["num_waiting_reqs"]:
-                return
-            time.sleep(0.2)
-        raise TimeoutError("the server is still busy")
 
 
 def check_decode_steps(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
