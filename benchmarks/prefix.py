@@ -149,10 +149,20 @@ def agents(seed: int) -> list[Job]:
     return jobs
 
 
+def trends(seed: int) -> list[Job]:
+    """Some prompts are much more popular than others, and every 100 requests it is others."""
+    draw = random.Random(seed)
+    prompts = [prompt(600, seed + n) for n in range(40)]
+    weights = [rank**-1.2 for rank in range(1, 17)]
+    popular = (draw.choices(prompts[8 * (n // 100) :][:16], weights)[0] for n in range(400))
+    return [{"input_ids": head + prompt(40, seed + 500 + n)} for n, head in enumerate(popular)]
+
+
 LOADS = {
     "generated_shared_prefix": generated_shared_prefix,
     "generated_shared_prefix_zipf": generated_shared_prefix_zipf,
     "agents": agents,
+    "trends": trends,
 }
 
 

@@ -31,12 +31,13 @@ def order(strategy, **nodes: SimpleNamespace) -> list[str]:
     return sorted(nodes, key=lambda name: strategy.get_priority(nodes[name]))
 
 
-def test_a_shared_prefix_outlives_a_longer_one_used_once(strategy, root) -> None:
-    """Until it has been idle as many times as long as it was shared."""
-    shared = node(root, hits=16, used=60.0, length=50)
-    once = node(root, hits=1, used=95.0, length=500)
+@pytest.mark.parametrize("hits", [4, 16])
+def test_a_shared_prefix_outlives_a_longer_one_used_once(strategy, root, hits: int) -> None:
+    """Until it has been idle four times as long, however many shared it."""
+    shared = node(root, hits=hits, used=61.0, length=50)
+    once = node(root, hits=1, used=90.0, length=500)
     assert order(strategy, shared=shared, once=once) == ["once", "shared"]
-    fresh = node(root, hits=1, used=99.0, length=500)
+    fresh = node(root, hits=1, used=92.0, length=500)
     assert order(strategy, shared=shared, fresh=fresh) == ["shared", "fresh"]
 
 
