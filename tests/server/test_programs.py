@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 import sglang as sgl
 from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from support.server import Server
 
+from sglang_beacon.lab.serving import free_port
 from sglang_beacon.srt.frontend import PolicyEndpoint
 
 BUDGET = 128
@@ -89,6 +95,70 @@ def test_streams_report_as_they_go(server: Server) -> None:
     assert seen == sorted(seen)
     assert len(set(seen)) > 30
     assert summaries[-1]["evictions"] > 0
+
+
+@pytest.fixture(scope="module")
+def router(server: Server) -> Iterator[str]:
+    """URL of a `sglang-router` before the server."""
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", server.url,
+            "--port", str(port), "--prometheus-port", str(free_port()),
+        ]
+    )  # fmt: skip
+    try:
+        wait_for_workers(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_for_workers(url: str, timeout_s: float = 120) -> None:
+    """Until the router has somebody to send requests to."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        try:
+            if requests.get(f"{url}/health_generate", timeout=10).ok:
+                return
+        except requests.RequestException:
+            pass
+        time.sleep(0.5)
+    raise TimeoutError("the router found no worker")
+
+
+def test_behind_the_router_the_servers_policy_holds(server: Server, router: str) -> None:
+    body = {
+        "text": PREAMBLE,
+        "sampling_params": {"max_new_tokens": 100, "ignore_eos": True, "temperature": 0},
+    }
+    behind = requests.post(f"{router}/generate", json=body, timeout=300).json()
+    policy = behind["meta_info"]["kv_policy"]
+    assert (policy["policy"], policy["budget"]) == ("beacon", BUDGET)
+    assert policy["evictions"] > 0
+    assert len(behind["output_ids"]) == 100
+
+
+def test_behind_the_router_completions_choose_their_budget(server: Server, router: str) -> None:
+    """Of the endpoints, the router hands on what it does not know for this one only."""
+    evictions = evicted(server)
+    body = {"model": "default", "prompt": PREAMBLE, "max_tokens": 100, "ignore_eos": True}
+    chosen = {**body, "custom_params": {"kv_policy": "none"}}
+    assert requests.post(f"{router}/v1/completions", json=chosen, timeout=300).ok
+    assert evicted(server) == evictions
+    assert requests.post(f"{router}/v1/completions", json=body, timeout=300).ok
+    assert evicted(server) > evictions
+    refused = requests.post(
+        f"{router}/v1/completions", json={**body, "custom_params": {"kv_budget": 0}}, timeout=300
+    )
+    assert refused.status_code == 400
+    assert "kv_budget" in refused.text
+
+
+def evicted(server: Server) -> int:
+    """Evictions that the server has counted."""
+    return server.info()["internal_states"][0]["kv_policy"]["counters"]["evictions"]
 
 
 class Kits(AbortAllMixin, BasicSchedulerStressMixin, unittest.TestCase):
