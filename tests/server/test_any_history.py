@@ -2,6 +2,8 @@
 
 At every step of the scheduler, by SGLang's strict checks and by a probe that knows nothing of
 policies: positions and lengths, bounds by each request's own budget, and a tree that never changes.
+
+``python -m benchmarks.history`` runs longer ones.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from support.server import Server, check_decode_steps
 
 from sglang_beacon.lab.random_model import random_prompt as prompt
 
-PAGE, SLOTS, BUDGET = 16, 1500, 96
-STEPS = 2000
+PAGE = int(os.environ.get("HISTORY_PAGE", "16"))
+STEPS = int(os.environ.get("HISTORY_STEPS", "2000"))
+SLOTS, BUDGET = 1536, 96
 
 
 @pytest.fixture(scope="module")
