@@ -20,6 +20,7 @@ RoPE positions and stop conditions follow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -146,26 +147,47 @@ class RequestPlan:
         return self.eviction is None and self.freeze is None and self.roll is None
 
 
-class Observations(NamedTuple):
-    """What a policy may look at when it scores the cache of one request in one layer.
+class CachedKeys(NamedTuple):
+    """The keys of one request in all layers, where they lie.
 
     Attributes
     ----------
-    layer : int
-        Layer index.
+    pools : sequence of Tensor [num_slots, H_kv, D]
+        One for each layer; keys are rotated to their own positions.
+    slots : Tensor [N] int64
+        The request's slots in position order, the same in every layer.
+    """
+
+    pools: Sequence[torch.Tensor]
+    slots: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and tokens: that of a score."""
+        return len(self.pools), self.pools[0].shape[1], self.slots.shape[0]
+
+    def layer(self, index: int) -> torch.Tensor:
+        """A copy of one layer's keys, [H_kv, N, D]."""
+        return self.pools[index][self.slots].transpose(0, 1)
+
+
+class Observations(NamedTuple):
+    """What a policy may look at when it scores the cache of one request.
+
+    Attributes
+    ----------
     position : int
         Logical position of the newest token.
     prompt_tokens : int
         Upper bound on how many leading cached tokens belong to the prompt.
     scale : float
-        Softmax scale of the layer.
-    queries : Tensor [num_query_heads, R, head_dim] float32, or None
+        Softmax scale.
+    queries : Tensor [layers, H_q, R, D] float32, or None
         Observation queries, rotated; None for policies that do not observe.
     visible : Tensor [R] int64, or None
         Leading cached tokens each query may attend to.
     """
 
-    layer: int
     position: int
     prompt_tokens: int
     scale: float

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from sglang_beacon import policies
 from sglang_beacon.config import KVPolicyConfig
-from sglang_beacon.core import EvictionPlan, ObservationPhase
+from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.runtime.beacon_store import Beacons
 from sglang_beacon.runtime.compactor import carry_out, observe
@@ -225,25 +225,22 @@ class _Run:
         carry_out(plan, self.state.buffer, self._evict)
 
     def _evict(self, eviction: EvictionPlan, phase: ObservationPhase) -> None:
-        for index in range(len(self.sim.layers)):
-            self.visible[index] = self._survivors(index, eviction, phase)
-        self.result.kept.append(torch.stack(self.visible))
+        cached = [
+            layer.keys[0].gather(1, visible[..., None].expand(-1, -1, layer.keys.shape[-1]))
+            for layer, visible in zip(self.cache.layers, self.visible, strict=True)
+        ]
+        keys = CachedKeys([k.transpose(0, 1) for k in cached], torch.arange(cached[0].shape[1]))
+        scale = self.sim.layers[0].self_attn.scaling
+        seen = observe(self.sim.table, scale, eviction, phase, self.state.buffer)
+        assert self.sim.policy is not None
+        keep = self.sim.policy.keep(keys, seen, eviction)
+        pinned = torch.arange(eviction.pinned).expand(*keep.shape[:2], -1)
+        kept = torch.stack(self.visible).gather(2, torch.cat((pinned, keep), dim=2))
+        self.visible = list(kept)
+        self.result.kept.append(kept)
         self.pinned = eviction.pinned
         if eviction.detach and eviction.lengths.logical == eviction.lengths.held:
             self.tree_holds = self.length // self.sim.page_size * self.sim.page_size
-
-    def _survivors(
-        self, index: int, eviction: EvictionPlan, phase: ObservationPhase
-    ) -> torch.Tensor:
-        attention = self.sim.layers[index].self_attn
-        visible = self.visible[index]
-        cached = self.cache.layers[index].keys[0]
-        keys = cached.gather(1, visible[..., None].expand(-1, -1, cached.shape[-1]))
-        seen = observe(index, self.sim.table, attention.scaling, eviction, phase, self.state.buffer)
-        assert self.sim.policy is not None
-        keep = self.sim.policy.keep(keys, seen, eviction)
-        pinned = torch.arange(eviction.pinned).expand(keep.shape[0], -1)
-        return visible.gather(1, torch.cat((pinned, keep), dim=1))
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
         new = torch.arange(self.length, self.length + len(tokens))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 AGGREGATIONS = ("max", "mean", "logsumexp")
@@ -11,7 +13,8 @@ SOFTNESS = 0.05
 
 
 def beacon_score(
-    keys: torch.Tensor,
+    k_pools: Sequence[torch.Tensor],
+    slots: torch.Tensor,
     queries: torch.Tensor,
     visible: torch.Tensor,
     scale: float,
@@ -19,14 +22,18 @@ def beacon_score(
 ) -> torch.Tensor:
     """Attention that each cached key receives, aggregated over a group's heads and queries.
 
+    In every layer and KV head, with ``q`` over the query heads of its group:
+
     ``W[h, q, j] = softmax_j(scale * q . k_j)`` over the keys that q may see;
-    ``score[j] = max over the query heads of the group and over all q of W[h, q, j]``.
+    ``score[j] = max over those heads and all q of W[h, q, j]``.
 
     Parameters
     ----------
-    keys : Tensor [H_kv, N, D]
-        Cached keys, rotated to their own positions.
-    queries : Tensor [H_q, R, D]
+    k_pools : sequence of Tensor [num_slots, H_kv, D]
+        One for each layer; keys are rotated to their own positions.
+    slots : Tensor [N] int64
+        Where the keys lie, in position order; the same in every layer and head.
+    queries : Tensor [layers, H_q, R, D]
         Observation queries, rotated; ``H_q`` is a multiple of ``H_kv``.
     visible : Tensor [R] int64
         Query r sees keys ``[0, visible[r])``; at least 1.
@@ -38,13 +45,25 @@ def beacon_score(
 
     Returns
     -------
-    Tensor [H_kv, N] float32
+    Tensor [layers, H_kv, N] float32
         Higher means keep.
 
     Notes
     -----
     BeaconKV, Algorithm 2 and Table 2.
     """
+    return torch.stack(
+        [
+            _score(pool[slots].transpose(0, 1), layer_queries, visible, scale, aggregation)
+            for pool, layer_queries in zip(k_pools, queries, strict=True)
+        ]
+    )
+
+
+def _score(
+    keys: torch.Tensor, queries: torch.Tensor, visible: torch.Tensor, scale: float, aggregation: str
+) -> torch.Tensor:
+    """Scores [H_kv, N] of one layer's keys [H_kv, N, D] under queries [H_q, R, D]."""
     num_kv_heads, num_keys, head_dim = keys.shape
     group = queries.shape[0] // num_kv_heads
     grouped = queries.float().reshape(num_kv_heads, group * queries.shape[1], head_dim)

@@ -10,14 +10,14 @@ def select_topk(scores: torch.Tensor, count: int) -> torch.Tensor:
 
     Parameters
     ----------
-    scores : Tensor [H, N] float
+    scores : Tensor [..., N] float
         ``inf`` forces an entry in, ``-inf`` keeps it out while others are left; no NaN.
     count : int
         At most N.
 
     Returns
     -------
-    Tensor [H, count] int64
+    Tensor [..., count] int64
         Ties go to the lower index.
     """
     # A stable sort, since `torch.topk` leaves the order of ties open.

@@ -16,7 +16,7 @@ from sglang_beacon.config import (
     least_budget,
     reject_unknown,
 )
-from sglang_beacon.core import BufferShape, EvictionPlan, Observations
+from sglang_beacon.core import BufferShape, CachedKeys, EvictionPlan, Observations
 
 
 class Policy(ABC):
@@ -57,43 +57,42 @@ class Policy(ABC):
         return None
 
     @abstractmethod
-    def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
-        """Score the cached tokens of one request in one layer.
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
+        """Score the cached tokens of one request, in all layers.
 
         Parameters
         ----------
-        keys : Tensor [H_kv, N, D]
-            All cached keys in position order, rotated to their own positions.
+        cache : CachedKeys
         observations : Observations
 
         Returns
         -------
-        Tensor [H_kv, N] float32
+        Tensor [layers, H_kv, N] float32
             Higher means keep; finite.
         """
 
     def keep(
-        self, keys: torch.Tensor, observations: Observations, plan: EvictionPlan
+        self, cache: CachedKeys, observations: Observations, plan: EvictionPlan
     ) -> torch.Tensor:
         """Choose the tokens that stay.
 
         Parameters
         ----------
-        keys : Tensor [H_kv, N, D]
-            As for `score`; ``N = plan.lengths.held``.
+        cache : CachedKeys
+            Of ``plan.lengths.held`` tokens.
         observations : Observations
         plan : EvictionPlan
 
         Returns
         -------
-        Tensor [H_kv, plan.kept] int64
+        Tensor [layers, H_kv, plan.kept] int64
             Row positions in ``[pinned, held)``, ascending: the request's first ``n_prefix``
             tokens as far as they are not pinned, its last ``n_recent``, and the best of the rest.
         """
         pinned, held = plan.pinned, plan.lengths.held
-        score = self.score(keys, observations)[:, pinned:].clone()
-        score[:, : max(self.config.n_prefix - pinned, 0)] = torch.inf
-        score[:, held - pinned - self.config.n_recent :] = torch.inf
+        score = self.score(cache, observations)[..., pinned:].clone()
+        score[..., : max(self.config.n_prefix - pinned, 0)] = torch.inf
+        score[..., held - pinned - self.config.n_recent :] = torch.inf
         return ops.select_topk(score, plan.kept) + pinned
 
     def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:

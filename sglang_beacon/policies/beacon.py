@@ -9,7 +9,7 @@ import torch
 
 from sglang_beacon import ops
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.core import BufferShape, Observations
+from sglang_beacon.core import BufferShape, CachedKeys, Observations
 from sglang_beacon.ops.beacon_score import AGGREGATIONS
 from sglang_beacon.policies.base import Policy
 
@@ -45,11 +45,12 @@ class BeaconPolicy(Policy):
     def observes(self) -> BufferShape:
         return BufferShape(self.options["n_beacon"], self.config.n_recent)
 
-    def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
         assert observations.queries is not None
         assert observations.visible is not None
         return ops.beacon_score(
-            keys,
+            cache.pools,
+            cache.slots,
             observations.queries,
             observations.visible,
             observations.scale,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang_beacon.core import Observations
+from sglang_beacon.core import CachedKeys, Observations
 from sglang_beacon.policies.base import Policy
 
 
@@ -22,7 +22,6 @@ class StreamingPolicy(Policy):
 
     name: ClassVar[str] = "streaming"
 
-    def score(self, keys: torch.Tensor, observations: Observations) -> torch.Tensor:
-        num_heads, num_keys, _ = keys.shape
-        place = torch.arange(num_keys, device=keys.device, dtype=torch.float32)
-        return place.expand(num_heads, num_keys)
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
+        place = torch.arange(len(cache.slots), device=cache.slots.device, dtype=torch.float32)
+        return place.expand(cache.shape)

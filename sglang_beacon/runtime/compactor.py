@@ -1,4 +1,4 @@
-"""Carries out plans on the device: score, select and compact, per layer and KV head."""
+"""Carries out plans on the device: score, select and compact, in all layers at once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 import torch
 
 from sglang_beacon import ops
-from sglang_beacon.core import EvictionPlan, ObservationPhase, Observations, RequestPlan
+from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase, Observations, RequestPlan
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 
 
-class LayerView(NamedTuple):
-    """One layer as the compactor sees it.
+class KVView(NamedTuple):
+    """The model's cache as the compactor sees it.
 
-    ``keys`` and ``values`` are the pool's buffers [num_slots, H_kv, D]; ``scale`` is the softmax
-    scale; ``rope`` is the layer's rotary table.
+    ``keys`` and ``values`` are each layer's pool [num_slots, H_kv, D]; ``scale`` is the softmax
+    scale and ``rope`` the rotary table of all layers.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
     scale: float
     rope: RopeTable
 
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     target: torch.Tensor | None = None
 
 
-def run(work: Sequence[Work], layers: Sequence[LayerView]) -> None:
+def run(work: Sequence[Work], cache: KVView) -> None:
     """Carry out plans, one request after the other, in the order they were made.
 
     Every source slot of a (layer, head) is read before any target is written, and all targets are
@@ -50,7 +50,7 @@ def run(work: Sequence[Work], layers: Sequence[LayerView]) -> None:
     been a source of this plan or of an earlier one: what is given back can be given out again.
     """
     for item in work:
-        carry_out(item.plan, item.buffer, partial(_evict, item, layers))
+        carry_out(item.plan, item.buffer, partial(_evict, item, cache))
 
 
 def carry_out(
@@ -68,14 +68,13 @@ def carry_out(
 
 
 def observe(
-    index: int,
     rope: RopeTable,
     scale: float,
     plan: EvictionPlan,
     phase: ObservationPhase,
     buffer: QueryBuffer | None,
 ) -> Observations:
-    """Assemble what a policy may look at in one layer.
+    """Assemble what a policy may look at.
 
     Beacons are rotated to the newest position and see everything; a recent query keeps its own
     position and does not see the tokens after it. Those are the last ones of the cache, since the
@@ -83,22 +82,20 @@ def observe(
     """
     position = plan.lengths.logical - 1
     if buffer is None:
-        return Observations(index, position, plan.prompt_tokens, scale)
-    rows = buffer.rows[index, :, : phase.filled]
+        return Observations(position, plan.prompt_tokens, scale)
+    rows = buffer.rows[:, :, : phase.filled]
     age = torch.zeros(phase.filled, dtype=torch.int64, device=rows.device)
     age[phase.filled - phase.recent :] = torch.arange(phase.recent - 1, -1, -1, device=rows.device)
     queries = ops.rotate(rows, position - age, rope)
     visible = plan.lengths.held - age
-    return Observations(index, position, plan.prompt_tokens, scale, queries, visible)
+    return Observations(position, plan.prompt_tokens, scale, queries, visible)
 
 
-def _evict(
-    work: Work, layers: Sequence[LayerView], plan: EvictionPlan, phase: ObservationPhase
-) -> None:
+def _evict(work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase) -> None:
     assert work.source is not None
     assert work.target is not None
-    for index, layer in enumerate(layers):
-        observations = observe(index, layer.rope, layer.scale, plan, phase, work.buffer)
-        keys = layer.keys[work.source].transpose(0, 1)
-        keep = work.policy.keep(keys, observations, plan)
-        ops.kv_compact(layer.keys, layer.values, work.source, keep, work.target)
+    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer)
+    keep = work.policy.keep(CachedKeys(cache.keys, work.source), observations, plan)
+    # Tokens of a request that leaves the tree move from before its own slots into those.
+    forward = not plan.detach
+    ops.kv_compact(cache.keys, cache.values, work.source, keep, work.target, forward)

@@ -13,7 +13,7 @@ from sglang_beacon.capacity import ModelShape
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import BufferShape
 from sglang_beacon.runtime import compactor
-from sglang_beacon.runtime.compactor import LayerView, Work
+from sglang_beacon.runtime.compactor import KVView, Work
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.query_stage import QueryStage
 from sglang_beacon.runtime.request import RequestState
@@ -52,17 +52,20 @@ class PolicyWorker:
         self.pool = runner.token_to_kv_pool
         self.device = runner.device
         self.dtype = runner.dtype
-        self.layers = rotary.find_layers(runner.model)
-        rotary.self_test(self.layers, self.dtype, self.device)
+        self.model = rotary.find(runner.model)
+        rotary.self_test(self.model, self.dtype, self.device)
         # Pinning a prompt that the tree does not take would never free anything of it.
         self.tree_takes_prompts = not runner.server_args.disable_radix_cache
         self.page_size = runner.page_size
         self.pending: list[tuple[RequestState, int, Work]] = []
         self.stretches: list[Stretch] = []
-        attention = self.layers[0].attention
-        self.heads, self.head_dim = attention.tp_q_head_num, attention.qk_head_dim
         self.stage = QueryStage(
-            len(self.layers), self.heads, self.head_dim, _captured_rows(), self.dtype, self.device
+            self.model.num_layers,
+            self.model.query_heads,
+            self.model.head_dim,
+            _captured_rows(),
+            self.dtype,
+            self.device,
         )
 
     def most_observing(self, config: KVPolicyConfig, rows: int) -> int:
@@ -92,10 +95,10 @@ class PolicyWorker:
     @property
     def _shape(self) -> ModelShape:
         return ModelShape(
-            num_layers=len(self.layers),
-            num_query_heads=self.heads,
-            num_kv_heads=self.layers[0].attention.tp_k_head_num,
-            head_dim=self.head_dim,
+            num_layers=self.model.num_layers,
+            num_query_heads=self.model.query_heads,
+            num_kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
             num_parameters=1,
             dtype_bytes=self.dtype.itemsize,
         )
@@ -114,7 +117,7 @@ class PolicyWorker:
             live = [work for state, life, work in self.pending if state.life == life]
             for work in live:
                 _keep_for_this_stream(work.source, work.target)
-            compactor.run(live, self._views())
+            compactor.run(live, self._view())
             self.pending.clear()
         self.stretches = []
         decoding = batch.forward_mode.is_decode()
@@ -132,18 +135,13 @@ class PolicyWorker:
         staged = self.stage.take()
         if staged is None:
             return
-        positions = (batch.orig_seq_lens - 1)[:, None]
-        tables = [layer.table for layer in self.layers]
-        if all(table.cos_sin is tables[0].cos_sin for table in tables):
-            queries = ops.derotate(staged, positions, tables[0])
-        else:
-            queries = torch.stack(
-                [ops.derotate(q, positions, t) for q, t in zip(staged, tables, strict=True)]
-            )
-        for index, req in enumerate(batch.reqs):
+        buffers, rows = [], []
+        for req in batch.reqs:
             state: RequestState = req.kv_policy
-            if state.buffer is not None:
-                state.buffer.append(state.after_token(), queries[:, index])
+            observed = state.buffer is not None
+            buffers.append(state.buffer.rows if observed else None)
+            rows.append(state.after_token() if observed else 0)
+        ops.query_append(staged, batch.orig_seq_lens - 1, self.model.table, buffers, rows)
 
     # Attention backend, per layer.
 
@@ -155,11 +153,10 @@ class PolicyWorker:
         """Fold one layer's rotated queries [tokens, H_q * D] of a prefill."""
         if not self.stretches:
             return
-        query = query.view(query.shape[0], self.heads, self.head_dim)
-        table = self.layers[layer_id].table
+        query = query.view(query.shape[0], self.model.query_heads, self.model.head_dim)
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
-            pre = ops.derotate(query[rows], positions[rows, None], table)
+            pre = ops.derotate(query[rows], positions[rows, None], self.model.table)
             buffer = stretch.state.buffer
             buffer.fold_prompt(layer_id, pre, stretch.position, stretch.observed, stretch.recent)
 
@@ -184,7 +181,12 @@ class PolicyWorker:
 
     def _new_buffer(self, shape: BufferShape) -> QueryBuffer:
         return QueryBuffer(
-            shape, len(self.layers), self.heads, self.head_dim, self.dtype, self.device
+            shape,
+            self.model.num_layers,
+            self.model.query_heads,
+            self.model.head_dim,
+            self.dtype,
+            self.device,
         )
 
     def _foreseen_pinned(self, req: Req, held: int) -> int:
@@ -194,16 +196,14 @@ class PolicyWorker:
         prompt = min(held, len(req.origin_input_ids)) // self.page_size * self.page_size
         return max(prompt, req.kv.cache_protected_len)
 
-    def _views(self) -> list[LayerView]:
-        return [
-            LayerView(
-                self.pool.get_key_buffer(index),
-                self.pool.get_value_buffer(index),
-                layer.attention.scaling,
-                layer.table,
-            )
-            for index, layer in enumerate(self.layers)
-        ]
+    def _view(self) -> KVView:
+        layers = range(self.model.num_layers)
+        return KVView(
+            [self.pool.get_key_buffer(layer) for layer in layers],
+            [self.pool.get_value_buffer(layer) for layer in layers],
+            self.model.attention.scaling,
+            self.model.table,
+        )
 
 
 def _captured_rows() -> int:

@@ -10,8 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import naive
 
-from sglang_beacon.ops import beacon_score
+from sglang_beacon import ops
 from sglang_beacon.ops.beacon_score import AGGREGATIONS, SOFTNESS
+
+
+def beacon_score(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    *aggregation: str,
+) -> torch.Tensor:
+    """Scores of one layer's keys [H_kv, N, D], scattered over a pool that has NaN around them."""
+    num_keys = keys.shape[1]
+    slots = torch.randperm(num_keys + 5, generator=torch.Generator().manual_seed(0))[:num_keys]
+    pool = torch.full((num_keys + 5, keys.shape[0], keys.shape[2]), math.nan, dtype=keys.dtype)
+    pool[slots] = keys.transpose(0, 1)
+    (score,) = ops.beacon_score([pool], slots, queries[None], visible, scale, *aggregation)
+    return score
 
 
 def by_loops(
@@ -158,10 +174,11 @@ def test_half_precision_keys_are_scored_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(score, beacon_score(keys.float(), queries, visible, 0.25))
 
 
-def test_strided_keys() -> None:
-    """Keys arrive as a transposed gather of the pool."""
-    keys, queries, visible = random_case(3, 2, 4, 17, 8, seed=6)
-    strided = keys.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(
-        beacon_score(strided, queries, visible, 0.3), beacon_score(keys, queries, visible, 0.3)
-    )
+def test_layers_do_not_mix() -> None:
+    cases = [random_case(2, 2, 4, 15, 4, seed) for seed in (6, 7, 8)]
+    pools = [keys.transpose(0, 1) for keys, _, _ in cases]
+    queries = torch.stack([queries for _, queries, _ in cases])
+    visible = cases[0][2]
+    score = ops.beacon_score(pools, torch.arange(15), queries, visible, 0.3)
+    for (keys, own, _), layer in zip(cases, score, strict=True):
+        torch.testing.assert_close(layer, beacon_score(keys, own, visible, 0.3))

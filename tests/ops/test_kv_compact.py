@@ -40,7 +40,9 @@ def random_pools(num_slots: int, num_heads: int, dim: int, used: list[int]) -> P
 
 def check(pools: Pools, source: list[int], keep: list[list[int]], destination: list[int]) -> None:
     expected = [copied_first(pool, source, keep, destination) for pool in pools]
-    kv_compact(*pools, torch.tensor(source), torch.tensor(keep), torch.tensor(destination))
+    k, v = pools
+    slots = torch.tensor(source), torch.tensor([keep]), torch.tensor(destination)
+    kv_compact([k], [v], *slots)
     for pool, right in zip(pools, expected, strict=True):
         assert_same_bits(pool, right)
         assert not pool[destination].isnan().any()

@@ -131,18 +131,18 @@ def test_low_precision_is_off_by_its_own_rounding_only(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_start_up_check_accepts_the_module(variant: str, build: Callable[..., Any]) -> None:
-    from sglang_beacon.srt.rotary import TOLERANCE, RotaryLayer, round_trip_error, self_test
+    from sglang_beacon.srt.rotary import TOLERANCE, RotaryAttention, round_trip_error, self_test
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention = SimpleNamespace(qk_head_dim=HEAD_DIM, tp_q_head_num=HEADS)
-    layer = RotaryLayer(attention, build(variant).to(device))
-    assert round_trip_error(layer, torch.float32, device) <= TOLERANCE[torch.float32]
-    self_test([layer, layer], torch.float32, device)
+    model = RotaryAttention(1, attention, build(variant).to(device))
+    assert round_trip_error(model, torch.float32, device) <= TOLERANCE[torch.float32]
+    self_test(model, torch.float32, device)
 
 
 def test_the_start_up_check_refuses_a_wrong_table(build: Callable[..., Any]) -> None:
     """A module that pairs other dimensions than its table says must not pass."""
-    from sglang_beacon.srt.rotary import RotaryLayer, self_test
+    from sglang_beacon.srt.rotary import RotaryAttention, self_test
 
     class Liar(torch.nn.Module):
         def __init__(self) -> None:
@@ -156,7 +156,7 @@ def test_the_start_up_check_refuses_a_wrong_table(build: Callable[..., Any]) -> 
 
     attention = SimpleNamespace(qk_head_dim=HEAD_DIM, tp_q_head_num=HEADS)
     with pytest.raises(RuntimeError, match="Liar is off by"):
-        self_test([RotaryLayer(attention, Liar())], torch.float32, "cpu")
+        self_test(RotaryAttention(1, attention, Liar()), torch.float32, "cpu")
 
 
 # The rest needs no engine.

@@ -22,7 +22,7 @@ from sglang_beacon.core import BufferShape
 from sglang_beacon.ops.beacon_score import SOFTNESS
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.runtime import compactor
-from sglang_beacon.runtime.compactor import LayerView, Work
+from sglang_beacon.runtime.compactor import KVView, Work
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.request import RequestState
 
@@ -246,8 +246,8 @@ class Pool:
             self.extend(target)
         return target
 
-    def layer(self, index: int, table: RopeTable) -> LayerView:
-        return LayerView(self.storage[index, :, 0], self.storage[index, :, 1], SCALE, table)
+    def view(self, table: RopeTable) -> KVView:
+        return KVView(list(self.storage[:, :, 0]), list(self.storage[:, :, 1]), SCALE, table)
 
 
 class Request:
@@ -380,11 +380,11 @@ def play(scenario: Scenario) -> Request:
     pool = Pool(scenario.page_size)
     request = Request(scenario, pool)
     request.prefill()
-    layers = [pool.layer(index, request.table) for index in range(LAYERS)]
+    view = pool.view(request.table)
     for _ in range(scenario.generated):
         work = request.token()
         before = pool.storage.clone()
-        compactor.run([work], layers)
+        compactor.run([work], view)
         if work.plan.eviction is not None:
             before[:, request.target] = pool.storage[:, request.target]
         assert_same(pool.storage, before)
@@ -498,10 +498,10 @@ def test_requests_in_one_batch_do_not_mix(page_size: int) -> None:
     pair = [Request(first, pool), Request(second, pool)]
     for request in pair:
         request.prefill()
-    layers = [pool.layer(index, pair[0].table) for index in range(LAYERS)]
+    view = pool.view(pair[0].table)
     for _ in range(first.generated):
         work = [request.token() for request in pair]
-        compactor.run(work, layers)
+        compactor.run(work, view)
         for request, done in zip(pair, work, strict=True):
             request.follow(done)
     assert all(request.evictions >= 2 for request in pair)
