@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# Without a GPU, kernels run in Triton's interpreter, which has to be known when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # One heavy process at a time: spinning threads of two make both an order slower.
 torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
 

@@ -71,6 +71,28 @@ def test_sglang_is_imported_at_the_edge_alone(module: Path) -> None:
     assert not names, f"{module} imports {names}"
 
 
+KERNELS = [module for module in MODULES if module.stem.endswith("_triton")]
+
+
+@pytest.mark.parametrize("module", KERNELS, ids=str)
+def test_kernels_stand_beside_their_reference(module: Path) -> None:
+    """The launcher has the reference's name and parameters, and a test that compares them."""
+    reference = module.with_name(module.name.replace("_triton", ""))
+    (launcher,) = (f for f in public_functions(module) if not f.decorator_list)
+    (same,) = (f for f in public_functions(reference) if f.name == launcher.name)
+    assert ast.dump(launcher.args) == ast.dump(same.args)
+    test = Path(__file__).parent / "ops" / f"test_{reference.stem}.py"
+    assert f'kernel("{reference.stem}", "{launcher.name}")' in test.read_text()
+
+
+def public_functions(module: Path) -> list[ast.FunctionDef]:
+    return [
+        node
+        for node in parse(module).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
+
+
 def imported_by(statement: str) -> set[str]:
     """Top-level packages loaded after a statement, in a process of its own."""
     program = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"

@@ -1,11 +1,18 @@
-"""Tensor operations, one per module: each a documented function with its torch reference."""
+"""Tensor operations, one per module: a documented torch reference and, for GPUs, its kernels."""
 
-from sglang_beacon.ops.beacon_score import beacon_score
-from sglang_beacon.ops.fps import farthest_point_sample
-from sglang_beacon.ops.kv_compact import kv_compact
-from sglang_beacon.ops.query_append import query_append
+from sglang_beacon.ops import beacon_score as _beacon_score
+from sglang_beacon.ops import fps as _fps
+from sglang_beacon.ops import kv_compact as _kv_compact
+from sglang_beacon.ops import query_append as _query_append
+from sglang_beacon.ops import select_topk as _select_topk
+from sglang_beacon.ops.dispatch import by_device
 from sglang_beacon.ops.rope import RopeTable, derotate, rotate
-from sglang_beacon.ops.select_topk import select_topk
+
+beacon_score = by_device(_beacon_score.beacon_score)
+farthest_point_sample = by_device(_fps.farthest_point_sample)
+kv_compact = by_device(_kv_compact.kv_compact)
+query_append = by_device(_query_append.query_append)
+select_topk = by_device(_select_topk.select_topk)
 
 __all__ = [
     "RopeTable",

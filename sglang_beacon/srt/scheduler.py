@@ -164,6 +164,8 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
     """
     shares = _shares(scheduler, batch)
     shrunk = [0] * len(batch.reqs)
+    if any(req.decode_batch_idx == 1 for req in batch.reqs):
+        _ask_in_again(batch)
     for index, req in enumerate(batch.reqs):
         if not _is_due(req):
             continue
@@ -175,6 +177,8 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
         if plan.eviction is not None:
             move = scheduler.tree_cache.evict_from(req, plan.eviction)
             shrunk[index] = plan.eviction.freed
+            if plan.eviction.detach:
+                _ask_in_again(batch)
             _count(scheduler.kv_policy.counters, req, plan.eviction)
         _worker(scheduler).enqueue(state, Work(plan, state.policy, state.buffer, *move))
     if any(shrunk):
@@ -211,6 +215,15 @@ def _is_due(req: Req) -> bool:
         and not req.finished()
         and req.decode_batch_idx >= 1
     )
+
+
+def _ask_in_again(batch: ScheduleBatch) -> None:
+    """Let waiting requests be considered before somebody finishes.
+
+    SGLang does not once it found no room. Here there may be: once it is known what a prompt left
+    for the request to take, and once the tree may give a prompt up that was copied.
+    """
+    batch.batch_is_full = False
 
 
 def _shares(scheduler: Scheduler, batch: ScheduleBatch) -> Sequence[int]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import naive
+from support.kernels import DEVICE, kernel, poisoned
 
 from sglang_beacon import ops
 from sglang_beacon.ops.beacon_score import AGGREGATIONS, SOFTNESS
@@ -182,3 +183,58 @@ def test_layers_do_not_mix() -> None:
     score = ops.beacon_score(pools, torch.arange(15), queries, visible, 0.3)
     for (keys, own, _), layer in zip(cases, score, strict=True):
         torch.testing.assert_close(layer, beacon_score(keys, own, visible, 0.3))
+
+
+# The kernel.
+
+CASES = {
+    # KV heads, group, queries, keys, dim
+    "one of each": (1, 1, 1, 1, 16),
+    "odd": (2, 3, 7, 45, 24),
+    "pages of 64": (2, 2, 32, 128, 64),
+    "a stretch and a key": (1, 4, 32, 513, 64),
+    "head size 128": (2, 1, 32, 70, 128),
+    "two blocks of rows": (1, 8, 25, 600, 64),
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel(case: str, aggregation: str, dtype: torch.dtype) -> None:
+    """Two layers in strided pools with NaN around the keys; at most twice as wrong as torch."""
+    kv_heads, group, num_queries, num_keys, dim = CASES[case]
+    layers = 2
+    generator = torch.Generator().manual_seed(num_keys)
+    storage = torch.full((layers, num_keys + 3, 2, kv_heads, dim), math.nan, dtype=dtype)
+    slots = torch.randperm(num_keys + 3, generator=generator)[:num_keys]
+    storage[:, slots] = torch.randn(layers, num_keys, 2, kv_heads, dim, generator=generator).to(
+        dtype
+    )
+    queries = torch.randn(layers, kv_heads * group, num_queries, dim, generator=generator)
+    # What the kernel multiplies; rounding the queries is no fault of its own.
+    queries = queries.to(dtype).float()
+    visible = torch.randint(1, num_keys + 1, (num_queries,), generator=generator)
+    pools = list(storage.to(DEVICE)[:, :, 1])
+    arguments = [x.to(DEVICE) for x in (slots, queries, visible)]
+    launch = kernel("beacon_score", "beacon_score")
+    score = poisoned(lambda: launch(pools, *arguments, dim**-0.5, aggregation)).cpu()
+    exact = torch.tensor(
+        [
+            by_loops(pool[slots].transpose(0, 1), own, visible.tolist(), dim**-0.5, aggregation)
+            for pool, own in zip(storage[:, :, 1], queries, strict=True)
+        ]
+    )
+    by_torch = ops.beacon_score(pools, *arguments, dim**-0.5, aggregation).cpu()
+    assert (score - exact).abs().max() <= 2 * (by_torch - exact).abs().max() + 1e-6
+
+
+def test_kernel_of_large_logits() -> None:
+    keys = torch.randn(40, 2, 16, generator=torch.Generator().manual_seed(1)) * 1e4
+    queries = torch.randn(1, 4, 5, 16, generator=torch.Generator().manual_seed(2))
+    arguments = (
+        [keys.to(DEVICE)],
+        *(x.to(DEVICE) for x in (torch.arange(40), queries, torch.full((5,), 40))),
+    )
+    score = kernel("beacon_score", "beacon_score")(*arguments, 1.0)
+    torch.testing.assert_close(score, ops.beacon_score(*arguments, 1.0))

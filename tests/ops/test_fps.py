@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import naive
+from support.kernels import DEVICE, kernel, poisoned
 
 from sglang_beacon.ops import farthest_point_sample
 
@@ -196,3 +197,38 @@ def test_identical_vectors_are_chosen_in_order(num_points: int, dim: int) -> Non
     point = gaussian(dim, seed=1)
     chosen = farthest_point_sample(point.expand(num_points, dim).contiguous(), 4)
     assert chosen.tolist() == list(range(min(4, num_points)))
+
+
+# The kernel.
+
+
+def by_kernel(points: torch.Tensor, count: int) -> torch.Tensor:
+    launch = kernel("fps", "farthest_point_sample")
+    return poisoned(lambda: launch(points.to(DEVICE), count)).cpu()
+
+
+@pytest.mark.parametrize("dim", [5, 64, 128])
+@pytest.mark.parametrize(("num_points", "count"), [(3, 16), (17, 16), (32, 16), (37, 5), (150, 16)])
+def test_kernel(num_points: int, count: int, dim: int) -> None:
+    points = gaussian(2, 2, num_points, dim)
+    assert torch.equal(by_kernel(points, count), farthest_point_sample(points, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernel_of_a_view(dtype: torch.dtype) -> None:
+    """The rows in use of a buffer of several layers and heads."""
+    points = gaussian(3, 4, 40, 24).to(dtype)[:, ::2, :33, :16]
+    assert torch.equal(by_kernel(points, 16), farthest_point_sample(points, 16))
+    assert torch.equal(by_kernel(points[0, 0], 16), farthest_point_sample(points[0, 0], 16))
+
+
+@pytest.mark.parametrize("kind", ["identical", "zero", "along the axes"])
+def test_kernel_breaks_ties_alike(kind: str) -> None:
+    if kind == "identical":
+        points = gaussian(33, seed=1).expand(300, 33).contiguous()
+    elif kind == "zero":
+        points = torch.zeros(40, 16)
+    else:
+        points = torch.eye(4).repeat(12, 1)
+        points[1::3] *= -2
+    assert torch.equal(by_kernel(points, 16), farthest_point_sample(points, 16))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import DEVICE, kernel
 
 from sglang_beacon.ops import kv_compact
 
@@ -128,3 +131,62 @@ def test_other_dtypes_move_bit_for_bit(dtype: torch.dtype) -> None:
     source = [4, 1, 6, 2, 7]
     k, v = random_pools(9, 3, 8, source)
     check((k.to(dtype), v.to(dtype)), source, [[0, 4], [1, 2], [3, 4]], source[:2])
+
+
+# The kernel.
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("held", "pinned", "kept", "dim"),
+    [(5, 0, 1, 8), (40, 5, 31, 16), (129, 16, 96, 64), (70, 0, 70, 24)],
+)
+def test_kernel(
+    held: int, pinned: int, kept: int, dim: int, dtype: torch.dtype, forward: bool
+) -> None:
+    """Three layers in one tensor; forwards as an eviction moves, or to slots in any order."""
+    layers, heads, num_slots = 3, 2, 160
+    generator = torch.Generator().manual_seed(held)
+    slots = torch.randperm(num_slots, generator=generator)
+    source = slots[:held]
+    storage = torch.full((2, layers, num_slots, heads, dim), math.nan).to(dtype)
+    storage[:, :, source] = torch.randn(2, layers, held, heads, dim, generator=generator).to(dtype)
+    first = pinned if forward else 0
+    keep = torch.stack(
+        [
+            (first + torch.randperm(held - first, generator=generator)[:kept]).sort().values
+            for _ in range(layers * heads)
+        ]
+    ).view(layers, heads, kept)
+    order = torch.randperm(num_slots, generator=generator)
+    destination = source[first : first + kept] if forward else slots[order[:kept]]
+    expected = storage.clone()
+    kv_compact(list(expected[0]), list(expected[1]), source, keep, destination, forward)
+    moved = storage.to(DEVICE)
+    launch = kernel("kv_compact", "kv_compact")
+    places = [x.to(DEVICE) for x in (source, keep, destination)]
+    launch(list(moved[0]), list(moved[1]), *places, forward)
+    assert_same_bits(moved.cpu(), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter alone can choose the order")
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_in_any_order(forward: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs run one by one in random order: no two of them touch the same vector."""
+    from triton.runtime.interpreter import interpreter_builder as interpreter
+
+    orders: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    run_program = interpreter.set_grid_idx
+
+    def run_another(*index: int) -> None:
+        grid = tuple(interpreter.grid_dim)
+        programs = list(itertools.product(*map(range, grid)))
+        if grid not in orders:
+            orders[grid] = random.Random(seed).sample(programs, len(programs))
+        run_program(*orders[grid][programs.index(index)])
+
+    monkeypatch.setattr(interpreter, "set_grid_idx", run_another)
+    test_kernel(129, 16, 96, 16, torch.float32, forward)
+    assert orders

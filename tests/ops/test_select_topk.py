@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import naive
+from support.kernels import DEVICE, kernel, poisoned
 
-from sglang_beacon.ops import select_topk
+from sglang_beacon.ops.select_topk import select_topk
 
 values = st.one_of(
     st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.5, 1.0, math.inf]),
@@ -63,7 +64,34 @@ def test_inf_forces_in_and_minus_inf_keeps_out() -> None:
     assert {1} == set(select_topk(scores, 19)[0].tolist()) & {1, 2}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     scores = torch.rand(3, 100, generator=torch.Generator().manual_seed(2)).to(dtype)
     assert select_topk(scores, 31).tolist() == [naive.top(row, 31) for row in scores.tolist()]
+
+
+# The kernel.
+
+
+def by_kernel(scores: torch.Tensor, count: int) -> torch.Tensor:
+    launch = kernel("select_topk", "select_topk")
+    return poisoned(lambda: launch(scores.to(DEVICE), count)).cpu()
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 31, 64, 1000, 2049])
+def test_kernel(num_keys: int) -> None:
+    """With ties, forced entries and forbidden ones, and both zeros."""
+    generator = torch.Generator().manual_seed(num_keys)
+    scores = torch.randn(2, 2, num_keys, generator=generator)
+    scores[0] = (scores[0] * 2).round()
+    scores[0, 0] *= -1.0
+    scores[1, 0, ::3] = math.inf
+    scores[1, 1, ::2] = -math.inf
+    for count in {0, 1, num_keys // 2, num_keys - 1, num_keys}:
+        assert torch.equal(by_kernel(scores, count), select_topk(scores, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_kernel_of_strided_rows(dtype: torch.dtype) -> None:
+    scores = torch.rand(4, 300, generator=torch.Generator().manual_seed(2)).to(dtype)[::2, 3:200:2]
+    assert torch.equal(by_kernel(scores, 31), select_topk(scores, 31))

@@ -64,6 +64,16 @@ def test_a_prompt_that_leaves_no_room_is_cut_as_ever(server: Server) -> None:
     assert 0 < len(reply["tokens"]) < 60
 
 
+def test_room_that_copies_leave_is_given_out_at_once(server: Server) -> None:
+    """Prompts fill the pool, and only once they are copied is there room for more requests."""
+    jobs = [{"input_ids": prompt(300, 70 + n), "max_new_tokens": 200} for n in range(6)]
+    since = len(server.steps())
+    server.generate_all(jobs)
+    steps = server.steps(since)
+    check_decode_steps(steps)
+    assert max(len(step["reqs"]) for step in steps if step["mode"] == "DECODE") >= 5
+
+
 def test_no_livelock(server: Server) -> None:
     """Ten times more than fits, retracted again and again: all finish, in bounded work."""
     jobs = [{"input_ids": prompt(60, 20 + n), "max_new_tokens": 250} for n in range(40)]

@@ -26,7 +26,12 @@ class Server(serving.Server):
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         path = os.pathsep.join([str(PROBE), os.environ.get("PYTHONPATH", "")])
         self.probe_log = self.directory / "probe.jsonl"
-        probe = {"SERVER_PROBE_LOG": str(self.probe_log), "PYTHONPATH": path}
+        # Servers run as they are, not in Triton's interpreter.
+        probe = {
+            "TRITON_INTERPRET": "0",
+            "SERVER_PROBE_LOG": str(self.probe_log),
+            "PYTHONPATH": path,
+        }
         return {**serving.STRICT, **probe, **(env or {})}
 
     def steps(self, since: int = 0) -> list[dict[str, Any]]:
@@ -60,7 +65,7 @@ def launch_error(
     command = serving.COMMANDS["launch_server"]
     return subprocess.run(
         [*command, "--model-path", str(model), "--port", port, *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
