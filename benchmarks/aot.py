@@ -57,7 +57,9 @@ def launches() -> list[Callable[[], Any]]:
     from sglang_beacon.ops import fps_triton as fps
     from sglang_beacon.ops import kv_compact_triton as kv_compact
     from sglang_beacon.ops import query_append_triton as query_append
+    from sglang_beacon.ops import query_fold_triton as query_fold
     from sglang_beacon.ops import select_topk_triton as select_topk
+    from sglang_beacon.ops import sparse_decode_triton as sparse_decode
 
     def half(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16)
@@ -72,14 +74,18 @@ def launches() -> list[Callable[[], Any]]:
     buffer = half(LAYERS, HEADS, 32, DIM)
     step = half(LAYERS, 4, HEADS, DIM)
     scores = torch.empty(LAYERS, KV_HEADS, BUDGET)
+    lists = torch.zeros(4, KV_HEADS, 640, dtype=torch.int32)
+    counts = lists[..., 0].contiguous()
     move = (pools, pools, slots, keep, slots[:kept])
     return [
         lambda: query_append.query_append(step, slots[:4], table, [buffer] * 4, [0, 1, 2, 3]),
+        lambda: query_fold.query_fold(buffer, 32, 16, 4),
         lambda: fps.farthest_point_sample(buffer, 16),
         lambda: beacon_score.beacon_score(pools, slots, queries, visible, 0.1),
         lambda: select_topk.select_topk(scores, kept),
         lambda: kv_compact.kv_compact(*move, forward=True),
         lambda: kv_compact.kv_compact(*move),
+        lambda: sparse_decode.sparse_decode(step[0], pools[0], pools[1], lists, counts, 0.1),
     ]
 
 

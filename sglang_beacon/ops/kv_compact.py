@@ -19,7 +19,7 @@ def kv_compact(
 
     After the call, head h of slot ``destination[i]`` of layer l holds what head h of slot
     ``source[keep[l, h, i]]`` held before. Source and destination may overlap: every source is read
-    before any destination is written.
+    before it is overwritten.
 
     Parameters
     ----------

@@ -18,6 +18,14 @@ def upcasts(kernel: Any, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and not isinstance(kernel, triton.JITFunction)
 
 
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs a device runs at a time, at least."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def offset_table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Where several tensors start, relative to the first, so that one launch can reach them all.
 

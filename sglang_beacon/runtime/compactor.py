@@ -45,7 +45,7 @@ class Work(NamedTuple):
 def run(work: Sequence[Work], cache: KVView) -> None:
     """Carry out plans, one request after the other, in the order they were made.
 
-    Every source slot of a (layer, head) is read before any target is written, and all targets are
+    Every source slot of a (layer, head) is read before it is overwritten, and all targets are
     private slots that stay with the request, so nothing else can see a write. A target may have
     been a source of this plan or of an earlier one: what is given back can be given out again.
     """

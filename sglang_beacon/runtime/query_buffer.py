@@ -72,8 +72,9 @@ class QueryBuffer:
         new = queries.transpose(0, 1).to(self.rows.dtype)
         chosen = min(observed, self.shape.n_beacon)
         queries = torch.cat((self.rows[layer, :, :chosen], new), dim=1)
-        index = _choose(queries, self.shape.n_beacon)
-        kept = torch.cat((_take(queries, index), new[:, new.shape[1] - recent :]), dim=1)
+        index = ops.farthest_point_sample(queries, self.shape.n_beacon).sort(-1).values
+        beacons = queries.gather(1, index.unsqueeze(-1).expand(*index.shape, queries.shape[-1]))
+        kept = torch.cat((beacons, new[:, new.shape[1] - recent :]), dim=1)
         self.rows[layer, :, : kept.shape[1]] = kept
         stretch = torch.arange(begin, begin + new.shape[1], device=new.device)
         place = torch.cat(
@@ -87,17 +88,4 @@ class QueryBuffer:
 
     def compress(self, fold: Fold) -> None:
         """Fold the rows of every layer and head, in place; the chosen ones keep their order."""
-        used = self.rows[:, :, : fold.filled]
-        kept = _take(used, _choose(used, self.shape.n_beacon))
-        kept = torch.cat((kept, used[:, :, fold.filled - fold.carried :]), dim=2)
-        self.rows[:, :, : kept.shape[2]] = kept
-
-
-def _choose(queries: torch.Tensor, count: int) -> torch.Tensor:
-    """FPS over [..., M, D]: indices [..., min(count, M)] int64 in time order."""
-    return ops.farthest_point_sample(queries, count).sort(-1).values
-
-
-def _take(queries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of [..., M, D] by index [..., n]."""
-    return queries.gather(-2, index.unsqueeze(-1).expand(*index.shape, queries.shape[-1]))
+        ops.query_fold(self.rows, fold.filled, self.shape.n_beacon, fold.carried)

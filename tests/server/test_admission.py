@@ -7,6 +7,8 @@ ever reached, they answer alike.
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,17 @@ JOBS = [
 SHORT = [{**job, "max_new_tokens": 200, "logprobs": True} for job in JOBS]
 
 
-def run(model: Path, policy: str) -> tuple[list[dict], list[dict]]:
-    """Records of the constrained load, and the replies to requests within the budget."""
-    with Server(
+def start(model: Path, policy: str) -> Server:
+    return Server(
         "--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(SLOTS),
         "--kv-policy", policy, "--kv-budget", str(BUDGET), model=model, threads=1,
-    ) as server:  # fmt: skip
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def beacon(random_qwen3: Path):
+    """Records of the constrained load, and the replies to requests within the budget."""
+    with start(random_qwen3, "beacon") as server:
         replies = server.generate_all(SHORT)
         since = len(server.steps())
         assert all(len(r["tokens"]) == GENERATED for r in server.generate_all(JOBS))
@@ -40,13 +47,17 @@ def run(model: Path, policy: str) -> tuple[list[dict], list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def beacon(random_qwen3: Path):
-    return run(random_qwen3, "beacon")
-
-
-@pytest.fixture(scope="module")
 def none(random_qwen3: Path):
-    return run(random_qwen3, "none")
+    """The same of the load's first steps, as many as a request would need if it were alone."""
+    with start(random_qwen3, "none") as server, ThreadPoolExecutor(REQUESTS) as pool:
+        replies = server.generate_all(SHORT)
+        since = len(server.steps())
+        for job in JOBS:
+            pool.submit(server.generate, **job)
+        while len(steps := server.steps(since)) < GENERATED:
+            time.sleep(0.5)
+        server.post("/abort_request", {"abort_all": True})
+        return steps, replies
 
 
 def running(step: dict) -> int:
