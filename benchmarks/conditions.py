@@ -29,7 +29,7 @@ def conditions() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("sglang", "torch", "sglang-beacon")},
+        **{name: _version(name) for name in ("sglang", "torch", "triton", "sglang-beacon")},
         "commit": commit.stdout.strip() or None,
     }
 
@@ -41,6 +41,13 @@ def store(name: str, record: dict[str, Any]) -> None:
     with (RESULTS / f"{name}.jsonl").open("a") as file:
         file.write(line + "\n")
     print(line)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
