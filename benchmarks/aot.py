@@ -55,10 +55,15 @@ def launches() -> list[Callable[[], Any]]:
     """Calls that between them launch every kernel."""
     from sglang_beacon.ops import beacon_score_triton as beacon_score
     from sglang_beacon.ops import fps_triton as fps
+    from sglang_beacon.ops import key_sketch_triton as key_sketch
+    from sglang_beacon.ops import key_weights_triton as key_weights
     from sglang_beacon.ops import kv_compact_triton as kv_compact
+    from sglang_beacon.ops import page_bounds_triton as page_bounds
+    from sglang_beacon.ops import page_extrema_triton as page_extrema
     from sglang_beacon.ops import query_append_triton as query_append
     from sglang_beacon.ops import query_fold_triton as query_fold
     from sglang_beacon.ops import select_topk_triton as select_topk
+    from sglang_beacon.ops import sketch_logits_triton as sketch_logits
     from sglang_beacon.ops import sparse_decode_triton as sparse_decode
 
     def half(*shape: int) -> torch.Tensor:
@@ -76,6 +81,9 @@ def launches() -> list[Callable[[], Any]]:
     scores = torch.empty(LAYERS, KV_HEADS, BUDGET)
     lists = torch.zeros(4, KV_HEADS, 640, dtype=torch.int32)
     counts = lists[..., 0].contiguous()
+    extrema = torch.empty(4, KV_HEADS, 40, DIM)
+    subspace = torch.empty(KV_HEADS, DIM, 32)
+    codes = torch.empty(BUDGET, KV_HEADS, 32, dtype=torch.int8)
     move = (pools, pools, slots, keep, slots[:kept])
     return [
         lambda: query_append.query_append(step, slots[:4], table, [buffer] * 4, [0, 1, 2, 3]),
@@ -85,6 +93,13 @@ def launches() -> list[Callable[[], Any]]:
         lambda: select_topk.select_topk(scores, kept),
         lambda: kv_compact.kv_compact(*move, forward=True),
         lambda: kv_compact.kv_compact(*move),
+        lambda: key_weights.key_weights(step[0], pools[0], lists, counts, 0.1),
+        lambda: page_extrema.page_extrema(pools[0], lists[:, 0], counts[:, 0], 16),
+        lambda: page_bounds.page_bounds(step[0], extrema, extrema, counts[:, 0], 0.1),
+        lambda: key_sketch.key_sketch(pools[0], subspace),
+        lambda: sketch_logits.sketch_logits(
+            step[0, ..., :32], codes, scores[0].T, lists[:, 0], counts[:, 0], 0.1
+        ),
         lambda: sparse_decode.sparse_decode(step[0], pools[0], pools[1], lists, counts, 0.1),
     ]
 

@@ -24,5 +24,10 @@ def test_dry_run() -> None:
         "select_topk",
         "kv_compact",
         "sparse_decode",
+        "key_weights",
+        "page_extrema",
+        "page_bounds",
+        "key_sketch",
+        "sketch_logits",
     }
     assert "policy_share_of_step" in result.stdout

@@ -111,12 +111,54 @@ def attention(shape: Shape) -> Iterator[Case]:
             ),
             batch * kv_heads * listed * vector,
         )
+    yield from selection(shape, queries, k, dense)
     if device == "cuda" and find_spec("sglang"):
         yield Case(
             f"SGLang's decode, {batch} x {budget}",
             sglang_decode(queries, k, v, slots, batch, budget),
             batch * kv_heads * budget * vector,
         )
+
+
+def selection(
+    shape: Shape, queries: torch.Tensor, k: torch.Tensor, dense: torch.Tensor
+) -> Iterator[Case]:
+    """One layer's three ways to say which tokens a step should attend to."""
+    _, _, kv_heads, dim, budget, batch, dtype, device = shape
+    rank, scale, tokens = 32, dim**-0.5, batch * kv_heads * budget
+    lengths = torch.full((batch,), budget, device=device)
+    counts = lengths[:, None].expand(-1, kv_heads)
+    yield Case(
+        f"key_weights, {batch} x {budget}",
+        lambda: ops.key_weights(queries, k, dense, counts, scale),
+        tokens * (dim * dtype.itemsize + 4),
+    )
+    low, high = ops.page_extrema(k, dense[:, 0], lengths, 16)
+    yield Case(
+        f"page_extrema, {batch} x {budget}",
+        lambda: ops.page_extrema(k, dense[:, 0], lengths, 16),
+        tokens * dim * dtype.itemsize,
+    )
+    pages = lengths // 16
+    yield Case(
+        f"page_bounds, {batch} x {budget}",
+        lambda: ops.page_bounds(queries, low, high, pages, scale),
+        tokens // 16 * 2 * dim * 4,
+    )
+    basis = torch.linalg.qr(torch.randn(kv_heads, dim, dim, device=device)).Q[..., :rank]
+    codes, scales = ops.key_sketch(k, basis.contiguous())
+    projected = torch.randn(*queries.shape[:2], codes.shape[2], device=device)
+    yield Case(
+        f"sketch_logits, {batch} x {budget}",
+        lambda: ops.sketch_logits(projected, codes, scales, dense[:, 0], lengths, scale),
+        tokens * (codes.shape[2] + 8),
+    )
+    newest = k[:batch]
+    yield Case(
+        f"key_sketch, {batch} keys",
+        lambda: ops.key_sketch(newest, basis),
+        batch * kv_heads * dim * dtype.itemsize,
+    )
 
 
 def sglang_decode(
