@@ -12,7 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.simulator import Simulator
 
-POLICIES = ("beacon", "streaming", "random")
+GENERATED = 150
+slow = pytest.mark.slow
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=slow), 16],
+    ids=["page1", "page16"],
+)
+def page_size(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +34,21 @@ def server(demo_model: Path, page_size: int):
         yield server
 
 
-def test_tokens(server: Server, demo_model: Path, page_size: int) -> None:
-    """200 tokens of real text under a budget of 96, one policy after the other."""
+@pytest.mark.parametrize(
+    "policy",
+    ["beacon", pytest.param("streaming", marks=slow), pytest.param("random", marks=slow)],
+)
+def test_tokens(server: Server, demo_model: Path, page_size: int, policy: str) -> None:
+    """Real text under a budget of 96."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Tell a long story about a lighthouse keeper."}],
         add_generation_prompt=True,
     )["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).eval()
-    for policy in POLICIES:
-        server.flush()
-        reply = server.generate(prompt, 200, custom_params={"kv_policy": policy})
-        config = KVPolicyConfig(policy=policy, budget=96)
-        expected = Simulator(model, config, page_size).generate(prompt, 200)
-        assert len(expected.kept) >= 5
-        assert reply["tokens"] == expected.tokens, policy
+    server.flush()
+    reply = server.generate(prompt, GENERATED, custom_params={"kv_policy": policy})
+    config = KVPolicyConfig(policy=policy, budget=96)
+    expected = Simulator(model, config, page_size).generate(prompt, GENERATED)
+    assert len(expected.kept) >= 5
+    assert reply["tokens"] == expected.tokens

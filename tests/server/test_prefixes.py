@@ -119,7 +119,7 @@ def test_budget_shared_by_the_prefix(server: Server, page: int) -> None:
     server.flush()
     server.generate(prompt(256, 7), 1)
     jobs = [{**job, "custom_params": {"kv_budget": 160}} for job in sharing(prompt(256, 7), 8)]
-    server.generate_all(jobs)
+    server.generate_at_once(jobs)
     together = [
         step["reqs"]
         for step in server.steps(since)

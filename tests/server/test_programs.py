@@ -45,7 +45,7 @@ def diary(s, days: list[str]):
     branches = s.fork(len(days))
     for branch, day in zip(branches, days, strict=True):
         branch += f"{day}: "
-        branch += sgl.gen("entry", max_tokens=100, ignore_eos=True)
+        branch += sgl.gen("entry", max_tokens=40, ignore_eos=True)
     replies = [branch.get_meta_info("entry") for branch in branches]
     s.cached = [reply["cached_tokens"] for reply in replies]
     s.policies = [reply["kv_policy"] for reply in replies]
@@ -131,19 +131,19 @@ def wait_for_workers(url: str, timeout_s: float = 120) -> None:
 def test_behind_the_router_the_servers_policy_holds(server: Server, router: str) -> None:
     body = {
         "text": PREAMBLE,
-        "sampling_params": {"max_new_tokens": 100, "ignore_eos": True, "temperature": 0},
+        "sampling_params": {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0},
     }
     behind = requests.post(f"{router}/generate", json=body, timeout=300).json()
     policy = behind["meta_info"]["kv_policy"]
     assert (policy["policy"], policy["budget"]) == ("beacon", BUDGET)
     assert policy["evictions"] > 0
-    assert len(behind["output_ids"]) == 100
+    assert len(behind["output_ids"]) == 30
 
 
 def test_behind_the_router_completions_choose_their_budget(server: Server, router: str) -> None:
     """Of the endpoints, the router hands on what it does not know for this one only."""
     evictions = evicted(server)
-    body = {"model": "default", "prompt": PREAMBLE, "max_tokens": 100, "ignore_eos": True}
+    body = {"model": "default", "prompt": PREAMBLE, "max_tokens": 30, "ignore_eos": True}
     chosen = {**body, "custom_params": {"kv_policy": "none"}}
     assert requests.post(f"{router}/v1/completions", json=chosen, timeout=300).ok
     assert evicted(server) == evictions

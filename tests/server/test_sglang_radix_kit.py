@@ -23,6 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         yield server
 
 
+@pytest.mark.slow
 def test_radix_attention(server: Server) -> None:
     random.seed(0)
     run_radix_attention_test(server.url)

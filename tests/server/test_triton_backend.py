@@ -12,13 +12,13 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.random_model import random_prompt
 from sglang_beacon.lab.simulator import Simulator
 
-BUDGET, GENERATED = 32, 40
+BUDGET, GENERATED = 32, 24
 
 
 def test_equals_simulator(random_qwen3: Path) -> None:
     """The tokens of a torch_native server, which are the simulator's, through evictions."""
     interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    prompts = [random_prompt(length, length) for length in (10, 40)]
+    prompts = [random_prompt(length, length) for length in (20, 40)]
     with Server(
         "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "beacon",
         "--kv-budget", str(BUDGET), "--max-total-tokens", "1024",
@@ -32,5 +32,5 @@ def test_equals_simulator(random_qwen3: Path) -> None:
     simulator = Simulator(model, KVPolicyConfig(policy="beacon", budget=BUDGET))
     for ids, reply in zip(prompts, replies, strict=True):
         expected = simulator.generate(ids, GENERATED)
-        assert len(expected.kept) >= 5
+        assert len(expected.kept) >= 2
         assert reply["tokens"] == expected.tokens

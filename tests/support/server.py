@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,15 @@ class Server(serving.Server):
         """Forwards and retractions recorded so far, from record ``since`` on."""
         lines = self.probe_log.read_text().splitlines()[since:]
         return [json.loads(line) for line in lines]
+
+    def generate_at_once(self, jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Like `generate_all`, with all requests at the scheduler before it begins."""
+        self.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        with ThreadPoolExecutor(1) as pool:
+            replies = pool.submit(self.generate_all, jobs)
+            time.sleep(1)
+            self.post("/continue_generation", {}).raise_for_status()
+            return replies.result()
 
 
 def check_decode_steps(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
