@@ -1,0 +1,133 @@
+"""What RECAS remembers of each token that a request holds, per layer and KV head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Revisits(NamedTuple):
+    """When attention to an earlier token is a revisit.
+
+    Attributes
+    ----------
+    far : int
+        A query revisits what lies at least this many tokens back.
+    top : int
+        Keys that decide whether a head looks back as a whole: those it attends to most.
+    threshold : int
+        Mean distance to them, in tokens, from which on it does; then everything outside ``recent``
+        counts.
+    recent : int
+        The newest tokens, which are never revisited.
+    """
+
+    far: int
+    top: int = 150
+    threshold: int = 200
+    recent: int = 16
+
+
+class Signals:
+    """Relevance, history and evidence of the tokens in a request's row positions.
+
+    They are kept by row position, so they move as the tokens do. Heads keep different tokens, so
+    where a token came from is kept as well.
+
+    Attributes
+    ----------
+    held : int
+        Row positions in use.
+    relevance : Tensor [layers, H_kv, capacity] float32
+        Attention weight by the newest query noted, the largest of the group.
+    history : Tensor, likewise
+        Sum of those weights, older ones decayed.
+    evidence : Tensor, likewise
+        Sum of the weights that were revisits, not decayed.
+    positions : Tensor [layers, H_kv, capacity] int64
+        Logical position of each token.
+    """
+
+    def __init__(
+        self, layers: int, kv_heads: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
+        shape = (layers, kv_heads, capacity)
+        self.held = 0
+        self.relevance = torch.zeros(shape, device=device)
+        self.history = torch.zeros(shape, device=device)
+        self.evidence = torch.zeros(shape, device=device)
+        self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    @property
+    def capacity(self) -> int:
+        return self.positions.shape[2]
+
+    def extend(self, begin: int, end: int) -> None:
+        """Tokens of the logical positions ``[begin, end)`` follow in the row."""
+        count = end - begin
+        if self.held + count > self.capacity:
+            self._grow(self.held + count)
+        new = slice(self.held, self.held + count)
+        self.positions[..., new] = torch.arange(begin, end, device=self.positions.device)
+        for signal in self._all():
+            signal[..., new] = 0
+        self.held += count
+
+    def note(self, weights: torch.Tensor, position: int, decay: float, revisits: Revisits) -> None:
+        """Take in the attention of one query.
+
+        Parameters
+        ----------
+        weights : Tensor [layers, H_kv, held]
+            The largest attention weight of each group on every token held.
+        position : int
+            Logical position of the query.
+        decay : float
+            What earlier history is multiplied with.
+        revisits : Revisits
+        """
+        held = slice(0, self.held)
+        distance = position - self.positions[..., held]
+        looks_back = self._looks_back(weights, distance, revisits)
+        revisited = (distance >= revisits.far) | (looks_back & (distance >= revisits.recent))
+        self.relevance[..., held] = weights
+        self.history[..., held] *= decay
+        self.history[..., held] += weights
+        self.evidence[..., held] += torch.where(revisited, weights, 0.0)
+
+    def keep(self, pinned: int, kept: torch.Tensor) -> None:
+        """Follow an eviction.
+
+        Parameters
+        ----------
+        pinned : int
+            Leading row positions that stay as they are.
+        kept : Tensor [layers, H_kv, K] int64
+            Row positions of the tokens that follow them, as a policy chose them.
+        """
+        after = pinned + kept.shape[2]
+        for signal in (*self._all(), self.positions):
+            signal[..., pinned:after] = signal.gather(2, kept)
+        self.held = after
+
+    def _looks_back(
+        self, weights: torch.Tensor, distance: torch.Tensor, revisits: Revisits
+    ) -> torch.Tensor:
+        """Whether a head's query is global: its favourite keys are far away [layers, H_kv, 1]."""
+        # A cache has to be long enough for its favourites to be a choice.
+        top = min(revisits.top, self.held // 10)
+        if top < 1:
+            return torch.zeros_like(distance[..., :1], dtype=torch.bool)
+        favourites = weights.topk(top, dim=-1).indices
+        mean = distance.gather(-1, favourites).float().mean(-1, keepdim=True)
+        return mean >= revisits.threshold
+
+    def _all(self) -> tuple[torch.Tensor, ...]:
+        return self.relevance, self.history, self.evidence
+
+    def _grow(self, needed: int) -> None:
+        # Rarely and by much: a prompt may be longer than the budget.
+        more = max(needed, 2 * self.capacity) - self.capacity
+        for name in ("relevance", "history", "evidence", "positions"):
+            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, more)))
