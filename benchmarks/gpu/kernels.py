@@ -112,12 +112,49 @@ def attention(shape: Shape) -> Iterator[Case]:
             batch * kv_heads * listed * vector,
         )
     yield from selection(shape, queries, k, dense)
+    if device == "cuda" and find_spec("flashinfer"):
+        yield from flashinfer(queries, k, v, dense, int(budget * 0.293))
     if device == "cuda" and find_spec("sglang"):
         yield Case(
             f"SGLang's decode, {batch} x {budget}",
             sglang_decode(queries, k, v, slots, batch, budget),
             batch * kv_heads * budget * vector,
         )
+
+
+def flashinfer(
+    queries: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dense: torch.Tensor, listed: int
+) -> Iterator[Case]:
+    """FlashInfer over all slots, and our lists for each head through it."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    from flashinfer_ext.per_head_decode import PerHeadSparseDecode
+    from flashinfer_ext.per_head_decode import Shape as ListShape
+
+    (batch, heads, dim), kv_heads, budget = queries.shape, k.shape[1], dense.shape[2]
+    vector = 2 * dim * k.dtype.itemsize
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=k.device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    ends = torch.arange(0, (batch + 1) * budget, budget, dtype=torch.int32)
+    pages = dense[:, 0].flatten().to(torch.int32)
+    full = torch.ones(batch, dtype=torch.int32)
+    types = {"q_data_type": k.dtype, "kv_data_type": k.dtype}
+    wrapper.plan(ends, pages, full, heads, kv_heads, dim, 1, **types)
+    cache = k[:, None], v[:, None]
+    yield Case(
+        f"FlashInfer, {batch} x {budget}",
+        lambda: wrapper.run(queries, cache),
+        batch * kv_heads * budget * vector,
+    )
+    shape = ListShape(batch, heads, kv_heads, dim, listed)
+    decode = PerHeadSparseDecode(shape, k.dtype, torch.empty_like(workspace))
+    lists = dense[..., :listed].contiguous()
+    counts = torch.full((batch, kv_heads), listed, dtype=torch.int32, device=k.device)
+    yield Case(
+        f"PerHeadSparseDecode, {listed} of {batch} x {budget}",
+        lambda: decode.run(queries, k, v, lists, counts, dim**-0.5),
+        batch * kv_heads * listed * vector,
+    )
 
 
 def selection(

@@ -42,12 +42,15 @@ def offset_table(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises
     ------
     ValueError
-        If they are laid out differently, or do not lie whole vectors apart.
+        If they are laid out differently, or their vectors are not contiguous, or they do not lie
+        `ALIGNMENT` elements apart.
     """
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype != first.dtype or tensor.stride() != first.stride():
             raise ValueError("the tensors of one launch must be laid out alike")
+    if first.stride(-1) != 1:
+        raise ValueError("the vectors of a launch's tensors must be contiguous")
     return _offsets(tuple(t.data_ptr() for t in tensors), first.element_size(), first.device)
 
 
