@@ -45,7 +45,7 @@ def diary(s, days: list[str]):
     branches = s.fork(len(days))
     for branch, day in zip(branches, days, strict=True):
         branch += f"{day}: "
-        branch += sgl.gen("entry", max_tokens=40, ignore_eos=True)
+        branch += sgl.gen("entry", max_tokens=80, ignore_eos=True)
     replies = [branch.get_meta_info("entry") for branch in branches]
     s.cached = [reply["cached_tokens"] for reply in replies]
     s.policies = [reply["kv_policy"] for reply in replies]

@@ -12,13 +12,13 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.random_model import random_prompt
 from sglang_beacon.lab.simulator import Simulator
 
-BUDGET, GENERATED = 32, 24
+BUDGET, GENERATED = 32, 18
 
 
 def test_equals_simulator(random_qwen3: Path) -> None:
     """The tokens of a torch_native server, which are the simulator's, through evictions."""
     interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    prompts = [random_prompt(length, length) for length in (20, 40)]
+    prompts = [random_prompt(length, length) for length in (20, 34)]
     with Server(
         "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "beacon",
         "--kv-budget", str(BUDGET), "--max-total-tokens", "1024",
