@@ -29,15 +29,31 @@ def key_weights(
 
     Parameters are those of `sparse_decode`, without the values.
     """
-    batch, num_heads, dim = queries.shape
-    kv_heads, listed = slots.shape[1:]
-    inside = torch.arange(listed, device=slots.device) < counts[..., None]
-    places = torch.where(inside, slots, 0).long()
-    keys = k_pool[places, torch.arange(kv_heads, device=slots.device)[:, None]].float()
+    weights, lse = group_weights(queries, take_listed(k_pool, slots, counts), counts, scale)
+    return Weighed(weights.amax(2), lse.flatten(1))
+
+
+def take_listed(pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The listed vectors of a pool, [B, H_kv, K, D] float32; zero past the end of a list."""
+    inside = _inside(slots.shape[2], counts)
+    heads = torch.arange(slots.shape[1], device=slots.device)[:, None]
+    vectors = pool[torch.where(inside, slots, 0).long(), heads].float()
+    return vectors.masked_fill(~inside[..., None], 0.0)
+
+
+def group_weights(
+    queries: torch.Tensor, keys: torch.Tensor, counts: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [B, H_kv, group, K] of listed keys [B, H_kv, K, D], and each query head's lse."""
+    batch, kv_heads, listed, dim = keys.shape
     grouped = queries.float().view(batch, kv_heads, -1, dim)
     logits = (grouped @ keys.transpose(2, 3)) * scale
-    logits = logits.masked_fill(~inside[:, :, None], -torch.inf)
+    logits = logits.masked_fill(~_inside(listed, counts)[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)
     # An empty list has no weights rather than undefined ones.
-    weights = (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    return Weighed(weights.amax(2), lse.view(batch, num_heads))
+    return (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp(), lse
+
+
+def _inside(listed: int, counts: torch.Tensor) -> torch.Tensor:
+    """Which entries [B, H_kv, K] of the lists are valid."""
+    return torch.arange(listed, device=counts.device) < counts[..., None]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sglang_beacon.ops.key_weights import Weighed
 from sglang_beacon.ops.launch import upcasts
+from sglang_beacon.ops.list_blocks import load_group, log_sum, store_weights, tile_logits
 
 BLOCK_KEYS = 64
 PART = 256
@@ -69,46 +70,25 @@ def _part_logits(
     request, head = row // kv_heads, row % kv_heads
     count = tl.load(COUNTS + request * stride_cb + head * stride_ch).to(tl.int32)
     end = tl.minimum((part + 1) * PART, count)
-    g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    real = (g < GROUP)[:, None]
-    query = tl.load(
-        QUERIES + request * stride_qb + (head * GROUP + g)[:, None] * stride_qh + d[None, :],
-        mask=real & (d < DIM)[None, :],
-        other=0.0,
+    g = tl.arange(0, BLOCK_G)
+    query = load_group(
+        QUERIES, request, head, stride_qb, stride_qh, GROUP, BLOCK_G, DIM, BLOCK_D, UPCAST
     )
-    if UPCAST:
-        query = query.to(tl.float32)
+    slots = SLOTS + request * stride_sb + head * stride_sh
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     for begin in range(part * PART, end, BLOCK_N):
-        place = begin + tl.arange(0, BLOCK_N)
-        inside = place < end
-        slot = tl.load(
-            SLOTS + request * stride_sb + head * stride_sh + place * stride_sn,
-            mask=inside,
-            other=0,
-        ).to(tl.int64)
-        key = tl.load(
-            K_POOL + slot[None, :] * stride_ks + head * stride_kh + d[:, None],
-            mask=inside[None, :] & (d < DIM)[:, None],
-            other=0.0,
-        )
-        if UPCAST:
-            key = key.to(tl.float32)
-        logit = tl.dot(query, key, input_precision="ieee") * scale
-        logit = tl.where(inside[None, :], logit, float("-inf"))
-        tl.store(
-            LOGITS + (row * GROUP + g)[:, None] * listed + place[None, :],
-            logit,
-            mask=real & inside[None, :],
-        )
+        logit, _ = tile_logits(
+            query, slots, K_POOL, LOGITS, begin, end, row, head, listed, scale,
+            stride_sn, stride_ks, stride_kh, GROUP, BLOCK_G, DIM, BLOCK_D, BLOCK_N, UPCAST,
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(logit, 1))
         total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(logit - higher[:, None]), 1)
         top = higher
     # A part past the end of the list has no sum.
-    log_sum = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    part_sum = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     at = (row * tl.num_programs(1) + part) * GROUP + g
-    tl.store(SUMS + at, log_sum, mask=g < GROUP)
+    tl.store(SUMS + at, part_sum, mask=g < GROUP)
 
 
 @triton.jit
@@ -121,24 +101,8 @@ def _weights(
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     count = tl.load(COUNTS + row // kv_heads * stride_cb + row % kv_heads * stride_ch).to(tl.int32)
     g = tl.arange(0, BLOCK_G)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for other in range(parts):
-        at = (row * parts + other) * GROUP + g
-        top = tl.maximum(top, tl.load(SUMS + at, mask=g < GROUP, other=0.0))
-    # All parts are empty: any finite number does.
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    for other in range(parts):
-        at = (row * parts + other) * GROUP + g
-        total += tl.exp2(tl.load(SUMS + at, mask=g < GROUP, other=0.0) - pivot)
-    lse = tl.where(total > 0, pivot + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    lse = log_sum(SUMS, row, parts, GROUP, BLOCK_G)
     if part == 0:
         tl.store(LSE + row * GROUP + g, lse * LN_2, mask=g < GROUP)
     for begin in range(part * PART, tl.minimum((part + 1) * PART, listed), BLOCK_N):
-        place = begin + tl.arange(0, BLOCK_N)
-        mask = (g < GROUP)[:, None] & (place < count)[None, :]
-        logit = tl.load(
-            LOGITS + (row * GROUP + g)[:, None] * listed + place[None, :], mask=mask, other=0.0
-        )
-        weight = tl.where(mask, tl.exp2(logit - lse[:, None]), 0.0)
-        tl.store(WEIGHTS + row * listed + place, tl.max(weight, 0), mask=place < listed)
+        store_weights(LOGITS, WEIGHTS, lse, begin, row, count, listed, GROUP, BLOCK_G, BLOCK_N)

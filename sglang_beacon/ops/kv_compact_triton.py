@@ -44,10 +44,10 @@ def kv_compact(
     buffer = first.new_empty((min(at_once, 2 * layers), heads, kept, dim))
     for begin in range(0, 2 * layers, at_once):
         grid = (min(at_once, 2 * layers - begin), heads, triton.cdiv(kept, shape["BLOCK"]))
-        for kernel in (_gather, _scatter):
-            kernel[grid](
+        for gather in (True, False):
+            _through_buffer[grid](
                 first, offsets, buffer, source, keep, destination, begin, layers, kept,
-                *first.stride()[:2], *buffer.stride()[:2], **shape,
+                *first.stride()[:2], *buffer.stride()[:2], GATHER=gather, **shape,
             )  # fmt: skip
 
 
@@ -73,30 +73,12 @@ def _move_forward(
 
 
 @triton.jit
-def _gather(
+def _through_buffer(
     POOLS, OFFSETS, BUFFER, SOURCE, KEEP, DESTINATION, begin, layers, kept,
     stride_slot, stride_head, stride_pool, stride_row,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    pool, head = begin + tl.program_id(0), tl.program_id(1)
-    base = POOLS + tl.multiple_of(tl.load(OFFSETS + pool), 16) + head * stride_head
-    keep = KEEP + ((pool % layers) * tl.num_programs(1) + head).to(tl.int64) * kept
-    buffer = BUFFER + tl.program_id(0).to(tl.int64) * stride_pool + head.to(tl.int64) * stride_row
-    place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, BLOCK_D)
-    inside = place < kept
-    mask = inside[:, None] & (d < DIM)[None, :]
-    slot = tl.load(SOURCE + tl.load(keep + place, mask=inside, other=0))
-    vectors = tl.load(base + slot[:, None] * stride_slot + d[None, :], mask=mask)
-    tl.store(buffer + place[:, None] * DIM + d[None, :], vectors, mask=mask)
-
-
-@triton.jit
-def _scatter(
-    POOLS, OFFSETS, BUFFER, SOURCE, KEEP, DESTINATION, begin, layers, kept,
-    stride_slot, stride_head, stride_pool, stride_row,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    """A tile of the kept tokens into the buffer, or out of it to its destination."""
     pool, head = begin + tl.program_id(0), tl.program_id(1)
     base = POOLS + tl.multiple_of(tl.load(OFFSETS + pool), 16) + head * stride_head
     buffer = BUFFER + tl.program_id(0).to(tl.int64) * stride_pool + head.to(tl.int64) * stride_row
@@ -104,6 +86,13 @@ def _scatter(
     d = tl.arange(0, BLOCK_D)
     inside = place < kept
     mask = inside[:, None] & (d < DIM)[None, :]
-    vectors = tl.load(buffer + place[:, None] * DIM + d[None, :], mask=mask)
-    slot = tl.load(DESTINATION + place, mask=inside, other=0)
-    tl.store(base + slot[:, None] * stride_slot + d[None, :], vectors, mask=mask)
+    buffered = buffer + place[:, None] * DIM + d[None, :]
+    if GATHER:
+        keep = KEEP + ((pool % layers) * tl.num_programs(1) + head).to(tl.int64) * kept
+        slot = tl.load(SOURCE + tl.load(keep + place, mask=inside, other=0))
+        pooled = base + slot[:, None] * stride_slot + d[None, :]
+        tl.store(buffered, tl.load(pooled, mask=mask), mask=mask)
+    else:
+        slot = tl.load(DESTINATION + place, mask=inside, other=0)
+        pooled = base + slot[:, None] * stride_slot + d[None, :]
+        tl.store(pooled, tl.load(buffered, mask=mask), mask=mask)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_beacon.ops.key_weights import group_weights, take_listed
+
 
 class Attended(NamedTuple):
     """What `sparse_decode` returns.
@@ -48,19 +50,7 @@ def sparse_decode(
     scale : float
         Softmax scale.
     """
-    batch, num_heads, dim = queries.shape
-    kv_heads, listed = slots.shape[1:]
-    group = num_heads // kv_heads
-    inside = torch.arange(listed, device=slots.device) < counts[..., None]
-    places = torch.where(inside, slots, 0).long()
-    heads = torch.arange(kv_heads, device=slots.device)[:, None]
-    keys, values = k_pool[places, heads].float(), v_pool[places, heads].float()
-    grouped = queries.float().view(batch, kv_heads, group, dim)
-    logits = (grouped @ keys.transpose(2, 3)) * scale
-    logits = logits.masked_fill(~inside[:, :, None], -torch.inf)
-    lse = logits.logsumexp(-1)
-    # An empty list has no weights rather than undefined ones.
-    weights = (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-    values = values.masked_fill(~inside[..., None], 0.0)
-    output = (weights @ values).view(batch, num_heads, dim).to(queries.dtype)
-    return Attended(output, lse.view(batch, num_heads), weights.amax(2))
+    keys, values = (take_listed(pool, slots, counts) for pool in (k_pool, v_pool))
+    weights, lse = group_weights(queries, keys, counts, scale)
+    output = (weights @ values).view(queries.shape).to(queries.dtype)
+    return Attended(output, lse.flatten(1), weights.amax(2))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_beacon.ops.launch import multiprocessors, upcasts
+from sglang_beacon.ops.list_blocks import load_group, log_sum, store_weights, tile_logits
 from sglang_beacon.ops.sparse_decode import Attended
 
 BLOCK_KEYS = 64
@@ -85,40 +86,26 @@ def _attend(
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     real = (g < GROUP)[:, None]
     wide = (d < DIM)[None, :]
-    query = tl.load(
-        QUERIES + request * stride_qb + (head * GROUP + g)[:, None] * stride_qh + d[None, :],
-        mask=real & wide,
-        other=0.0,
+    query = load_group(
+        QUERIES, request, head, stride_qb, stride_qh, GROUP, BLOCK_G, DIM, BLOCK_D, UPCAST
     )
-    if UPCAST:
-        query = query.to(tl.float32)
     slots = SLOTS + request * stride_sb + head * stride_sh
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     output = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for begin in range(first, end, BLOCK_N):
-        place = begin + tl.arange(0, BLOCK_N)
-        inside = place < end
-        slot = tl.load(slots + place * stride_sn, mask=inside, other=0).to(tl.int64)
-        key = tl.load(
-            K_POOL + slot[None, :] * stride_ks + head * stride_kh + d[:, None],
-            mask=inside[None, :] & (d < DIM)[:, None],
-            other=0.0,
-        )
+        logit, slot = tile_logits(
+            query, slots, K_POOL, LOGITS, begin, end, row, head, listed, scale,
+            stride_sn, stride_ks, stride_kh, GROUP, BLOCK_G, DIM, BLOCK_D, BLOCK_N, UPCAST,
+        )  # fmt: skip
+        inside = begin + tl.arange(0, BLOCK_N) < end
         value = tl.load(
             V_POOL + slot[:, None] * stride_vs + head * stride_vh + d[None, :],
             mask=inside[:, None] & wide,
             other=0.0,
         )
         if UPCAST:
-            key, value = key.to(tl.float32), value.to(tl.float32)
-        logit = tl.dot(query, key, input_precision="ieee") * scale
-        logit = tl.where(inside[None, :], logit, float("-inf"))
-        tl.store(
-            LOGITS + (row * GROUP + g)[:, None] * listed + place[None, :],
-            logit,
-            mask=real & inside[None, :],
-        )
+            value = value.to(tl.float32)
         higher = tl.maximum(top, tl.max(logit, 1))
         shrink = tl.exp2(top - higher)
         power = tl.exp2(logit - higher[:, None])
@@ -148,37 +135,22 @@ def _merge(
     count = tl.load(COUNTS + row // kv_heads * stride_cb + row % kv_heads * stride_ch).to(tl.int32)
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     real = (g < GROUP)[:, None]
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    for part in range(parts):
-        at = (row * parts + part) * GROUP + g
-        top = tl.maximum(top, tl.load(SUMS + at, mask=g < GROUP, other=0.0))
-    # All parts are empty: any finite number does.
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    lse = log_sum(SUMS, row, parts, GROUP, BLOCK_G)
     output = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for part in range(parts):
         at = (row * parts + part) * GROUP + g
-        share = tl.exp2(tl.load(SUMS + at, mask=g < GROUP, other=0.0) - pivot)
+        part_sum = tl.load(SUMS + at, mask=g < GROUP, other=float("-inf"))
         # A part that is empty has written nothing.
-        mask = real & (d < DIM)[None, :] & (share > 0)[:, None]
+        some = part_sum > float("-inf")
+        share = tl.where(some, tl.exp2(part_sum - lse), 0.0)
+        mask = real & (d < DIM)[None, :] & some[:, None]
         partial = tl.load(PARTIAL + at[:, None] * DIM + d[None, :], mask=mask, other=0.0)
-        total += share
         output += share[:, None] * partial
-    output = output / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         OUTPUT + (row * GROUP + g)[:, None] * DIM + d[None, :],
         output,
         mask=real & (d < DIM)[None, :],
     )
-    lse = pivot + tl.log2(total)
     tl.store(LSE + row * GROUP + g, lse * LN_2, mask=g < GROUP)
     for begin in range(0, listed, BLOCK_N):
-        place = begin + tl.arange(0, BLOCK_N)
-        mask = real & (place < count)[None, :]
-        logit = tl.load(
-            LOGITS + (row * GROUP + g)[:, None] * listed + place[None, :],
-            mask=mask,
-            other=float("-inf"),
-        )
-        weight = tl.where(mask, tl.exp2(logit - lse[:, None]), 0.0)
-        tl.store(WEIGHTS + row * listed + place, tl.max(weight, 0), mask=place < listed)
+        store_weights(LOGITS, WEIGHTS, lse, begin, row, count, listed, GROUP, BLOCK_G, BLOCK_N)
