@@ -15,7 +15,7 @@ SHARED_PREFIX_MODES = ("auto", "pin", "copy")
 # A bound for every count of tokens: far above any context, far below any overflow.
 MAX_TOKENS = 2**30
 # The keys of `custom_params` that a request may use to override the server's policy.
-REQUEST_KEYS = ("kv_policy", "kv_budget")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_policy_config")
 
 
 class ConfigError(ValueError):
@@ -94,14 +94,18 @@ class KVPolicyConfig:
     def with_request(self, params: Mapping[str, Any]) -> KVPolicyConfig:
         """Return the configuration of one request, from its ``custom_params``.
 
-        A request that names another policy starts from that policy's own defaults.
+        A request that names another policy starts from that policy's own defaults. Its
+        ``kv_policy_config`` may have the policy's own options only.
         """
         policy = params.get("kv_policy", self.policy)
         budget = params.get("kv_budget", self.budget)
         if not isinstance(policy, str):
             raise ConfigError(f"kv_policy must be a policy's name, not {policy!r}.")
         _require_int("kv_budget", budget, at_least=1)
-        options = self.options if policy == self.policy else {}
+        given = params.get("kv_policy_config", {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"kv_policy_config must be a JSON object, not {given!r}.")
+        options = {**(self.options if policy == self.policy else {}), **given}
         return replace(self, policy=policy, budget=budget, options=options)
 
     def as_dict(self) -> dict[str, Any]:

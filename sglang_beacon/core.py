@@ -133,7 +133,8 @@ class RequestPlan:
     """What one request needs on the device before its next token, in this order.
 
     1. ``freeze``: fold the query buffer;
-    2. ``eviction``: score, select, compact, with the queries described by ``observed``;
+    2. ``eviction``: score, select, compact, with the queries described by ``observed``; or
+       ``probe``: score and select as if there were one;
     3. ``roll``: fold the query buffer again.
     """
 
@@ -141,10 +142,16 @@ class RequestPlan:
     eviction: EvictionPlan | None = None
     observed: ObservationPhase = NOTHING_OBSERVED
     roll: Fold | None = None
+    probe: EvictionPlan | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self.eviction is None and self.freeze is None and self.roll is None
+        return self.looks_at is None and self.freeze is None and self.roll is None
+
+    @property
+    def looks_at(self) -> EvictionPlan | None:
+        """The eviction or probe that needs the request's slots."""
+        return self.eviction or self.probe
 
 
 class CachedKeys(NamedTuple):
@@ -171,6 +178,14 @@ class CachedKeys(NamedTuple):
         return self.pools[index][self.slots].transpose(0, 1)
 
 
+class TokenSignals(NamedTuple):
+    """What is remembered of each cached token [layers, H_kv, N] float32, see `runtime.signals`."""
+
+    relevance: torch.Tensor
+    history: torch.Tensor
+    evidence: torch.Tensor
+
+
 class Observations(NamedTuple):
     """What a policy may look at when it scores the cache of one request.
 
@@ -186,6 +201,8 @@ class Observations(NamedTuple):
         Observation queries, rotated; None for policies that do not observe.
     visible : Tensor [R] int64, or None
         Leading cached tokens each query may attend to.
+    signals : TokenSignals or None
+        None for policies that need none.
     """
 
     position: int
@@ -193,3 +210,4 @@ class Observations(NamedTuple):
     scale: float
     queries: torch.Tensor | None = None
     visible: torch.Tensor | None = None
+    signals: TokenSignals | None = None

@@ -12,7 +12,15 @@ import os
 import sys
 from functools import partial
 
-from sglang_beacon.srt import admission, reporting, scheduler, server_args, tree_eviction, worker
+from sglang_beacon.srt import (
+    admission,
+    recas_worker,
+    reporting,
+    scheduler,
+    server_args,
+    tree_eviction,
+    worker,
+)
 from sglang_beacon.srt.compat import Hook
 
 _SRT = "sglang.srt"
@@ -131,6 +139,14 @@ POLICY_HOOKS = (
         worker.run_forward,
         ("batch",),
         "move tokens before a forward, take its queries after it",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.runner.decode_cuda_graph_runner"
+        ".DecodeCudaGraphRunner.can_run_graph",
+        "after",
+        recas_worker.keep_eager,
+        ("self", "forward_batch"),
+        "steps that read active sets run eagerly",
     ),
     Hook(
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new",

@@ -21,10 +21,11 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from sglang_beacon import policies
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
-from sglang_beacon.ops.rope import RopeTable
+from sglang_beacon.ops.rope import RopeTable, rotate
 from sglang_beacon.runtime.beacon_store import Beacons
 from sglang_beacon.runtime.compactor import carry_out, observe
 from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.recas import Recas
 from sglang_beacon.runtime.request import RequestState
 
 
@@ -44,6 +45,8 @@ class Simulation:
         Of the generated tokens.
     beacons : Beacons or None
         Of the whole prompt, if the policy observes.
+    recas : Recas or None
+        What RECAS knew in the end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -51,6 +54,7 @@ class Simulation:
     kept: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     beacons: Beacons | None = None
+    recas: Recas | None = None
 
 
 class Simulator:
@@ -142,6 +146,8 @@ class _Run:
         config = simulator.model.config
         self.num_kv_heads = config.num_key_value_heads
         self.num_heads = config.num_attention_heads
+        self.scale = simulator.layers[0].self_attn.scaling
+        self.result.recas = self.state.recas
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -166,6 +172,7 @@ class _Run:
         self.state.reset()
         self.cache = DynamicCache()
         self.length = 0
+        self.decoding = False
         self.pinned = 0
         # Per layer [H_kv, held] int64: logical positions still visible, ascending.
         self.visible: list[torch.Tensor] = []
@@ -178,6 +185,9 @@ class _Run:
         if cached:
             self._forward(tokens[:cached])
         self.pinned = cached
+        if self.state.recas is not None:
+            layers = len(self.sim.layers)
+            self.state.recas.begin(layers, self.num_heads, self.num_kv_heads, "exact", "cpu")
         if self.state.shape is not None:
             usable = seed is not None and cached > 0
             self.state.seed(self._new_buffer(), seed.within(cached) if usable else None)
@@ -195,6 +205,14 @@ class _Run:
             return
         observed = state.observed_prompt
         recent = state.after_prefill(end - begin, self.pinned, end)
+        if state.recas is not None:
+            newest = torch.stack(self.queries)[:, begin - end :][:, -self.sim.config.n_recent :]
+            positions = torch.arange(end - newest.shape[1], end)[:, None]
+            rotated = rotate(newest, positions, self.sim.table)
+            values = self._pools("values")
+            state.recas.after_prefill(
+                self._cached_keys(), values, rotated, self.prompt_tokens, self.scale
+            )
         if state.buffer is None:
             return
         for index, queries in enumerate(self.queries):
@@ -203,8 +221,23 @@ class _Run:
             self.result.beacons = state.prompt_beacons()
 
     def decode(self) -> torch.Tensor:
+        recas = self.state.recas
+        if recas is not None and recas.active is not None:
+            recas.active.begin(self.length)
+        self.decoding = True
         logits = self._forward(self.result.tokens[-1:])
+        self.decoding = False
         self.result.held.append(self.visible[0].shape[1])
+        if recas is not None:
+            position = self.length - 1
+            recas.after_token(
+                self._cached_keys(),
+                self._pools("values"),
+                rotate(torch.stack(self.queries)[:, 0], torch.tensor([position]), self.sim.table),
+                torch.tensor(self.result.tokens[-1]),
+                position,
+                self.scale,
+            )
         if self.state.buffer is not None:
             self.state.buffer.append(
                 self.state.after_token(), torch.stack([q[0] for q in self.queries])
@@ -221,19 +254,19 @@ class _Run:
     def _follow_plan(self) -> None:
         lengths = self.state.lengths(self.pinned, self.visible[0].shape[1])
         # Alone, a request answers for all that it holds of the tree.
-        plan = self.state.plan(lengths, self.state.allowance(lengths, share=self.pinned))
-        carry_out(plan, self.state.buffer, self._evict)
+        plan = self.state.plan(lengths, self.state.settle(lengths, share=self.pinned))
+        carry_out(plan, self.state.buffer, self._choose)
 
-    def _evict(self, eviction: EvictionPlan, phase: ObservationPhase) -> None:
-        cached = [
-            layer.keys[0].gather(1, visible[..., None].expand(-1, -1, layer.keys.shape[-1]))
-            for layer, visible in zip(self.cache.layers, self.visible, strict=True)
-        ]
-        keys = CachedKeys([k.transpose(0, 1) for k in cached], torch.arange(cached[0].shape[1]))
-        scale = self.sim.layers[0].self_attn.scaling
-        seen = observe(self.sim.table, scale, eviction, phase, self.state.buffer)
+    def _choose(self, eviction: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
+        state = self.state
+        seen = observe(self.sim.table, self.scale, eviction, phase, state.buffer, state.recas)
         assert self.sim.policy is not None
-        keep = self.sim.policy.keep(keys, seen, eviction)
+        keep = self.sim.policy.keep(self._cached_keys(), seen, eviction)
+        if state.recas is not None:
+            if probe:
+                state.recas.probe(eviction, keep)
+                return
+            state.recas.note_eviction(eviction, keep)
         pinned = torch.arange(eviction.pinned).expand(*keep.shape[:2], -1)
         kept = torch.stack(self.visible).gather(2, torch.cat((pinned, keep), dim=2))
         self.visible = list(kept)
@@ -241,6 +274,17 @@ class _Run:
         self.pinned = eviction.pinned
         if eviction.detach and eviction.lengths.logical == eviction.lengths.held:
             self.tree_holds = self.length // self.sim.page_size * self.sim.page_size
+
+    def _cached_keys(self) -> CachedKeys:
+        pools = self._pools("keys")
+        return CachedKeys(pools, torch.arange(len(pools[0])))
+
+    def _pools(self, kind: str) -> list[torch.Tensor]:
+        """Each layer's visible keys or values [held, H_kv, D]."""
+        return [
+            _visible(getattr(layer, kind), visible).transpose(0, 1)
+            for layer, visible in zip(self.cache.layers, self.visible, strict=True)
+        ]
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
         new = torch.arange(self.length, self.length + len(tokens))
@@ -270,6 +314,11 @@ class _Run:
     ) -> tuple[torch.Tensor, None]:
         """Attention of [1, H, n, D] queries over the visible part of a [1, H_kv, N, D] cache."""
         num_new, num_cached = query.shape[2], key.shape[2]
+        recas = self.state.recas
+        if self.decoding and recas is not None and recas.active is not None:
+            output = self._attend_sparsely(recas, module.layer_idx, query, key, value)
+            self._note_output(module.layer_idx, output)
+            return output.transpose(1, 2), None
         position = torch.arange(num_cached)
         mask = torch.zeros(self.num_kv_heads, num_cached, dtype=torch.bool)
         mask.scatter_(1, self.visible[module.layer_idx], True)
@@ -282,7 +331,37 @@ class _Run:
             attn_mask=(mask[:, None] & causal).repeat_interleave(group, 0),
             scale=scaling,
         )
+        self._note_output(module.layer_idx, output)
         return output.transpose(1, 2), None
+
+    def _attend_sparsely(
+        self,
+        recas: Recas,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        assert recas.active is not None
+        assert recas.signals is not None
+        keys, values = (
+            _visible(each, self.visible[layer]).transpose(0, 1) for each in (key, value)
+        )
+        return recas.active.attend(
+            layer,
+            query[0, :, 0],
+            keys,
+            values,
+            torch.arange(len(keys)),
+            self.scale,
+            recas.signals.value_norm[layer],
+            recas.norms[layer],
+        )[None, :, None]
+
+    def _note_output(self, layer: int, output: torch.Tensor) -> None:
+        recas = self.state.recas
+        if self.decoding and recas is not None:
+            recas.norms[layer] = output[0, :, -1].float().norm(dim=-1)
 
     def _take_queries(self, index: int) -> Any:
         def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -302,6 +381,11 @@ class _Run:
             self.sim.model.dtype,
             "cpu",
         )
+
+
+def _visible(cached: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The visible part [H_kv, held, D] of what one layer cached [1, H_kv, N, D]."""
+    return cached[0].gather(1, visible[..., None].expand(-1, -1, cached.shape[-1]))
 
 
 def _query_module(layer: torch.nn.Module) -> torch.nn.Module:

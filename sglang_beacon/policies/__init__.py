@@ -5,11 +5,14 @@ from __future__ import annotations
 from sglang_beacon.config import ConfigError, KVPolicyConfig, reject_unknown
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
+from sglang_beacon.policies.beacon_recas import BeaconRecasPolicy
 from sglang_beacon.policies.random import RandomPolicy
+from sglang_beacon.policies.recas import RecasPolicy
 from sglang_beacon.policies.streaming import StreamingPolicy
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (BeaconPolicy, StreamingPolicy, RandomPolicy)
+    policy.name: policy
+    for policy in (BeaconPolicy, RecasPolicy, BeaconRecasPolicy, StreamingPolicy, RandomPolicy)
 }
 POLICY_NAMES = ("none", *POLICIES)
 

@@ -17,6 +17,7 @@ from sglang_beacon.config import (
     reject_unknown,
 )
 from sglang_beacon.core import BufferShape, CachedKeys, EvictionPlan, Observations
+from sglang_beacon.policies.recas_settings import RecasSettings
 
 
 class Policy(ABC):
@@ -54,6 +55,11 @@ class Policy(ABC):
     @property
     def observes(self) -> BufferShape | None:
         """Rows of the query buffer that the method needs; None if it looks at no queries."""
+        return None
+
+    @property
+    def recas(self) -> RecasSettings | None:
+        """Settings of the signals, bounds and active sets that the method needs; None if none."""
         return None
 
     @abstractmethod
@@ -102,7 +108,8 @@ class Policy(ABC):
                     key, (*self.defaults, *SHARED_KEYS), "the --kv-policy-config key"
                 )
             expected = type(self.defaults[key])
-            if type(value) is not expected:
+            # JSON writes 1.0 as 1.
+            if type(value) is not expected and not (expected is float and type(value) is int):
                 raise ConfigError(
                     f"{key} in --kv-policy-config must be of type {expected.__name__}, "
                     f"not {value!r}."

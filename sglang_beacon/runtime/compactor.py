@@ -13,6 +13,7 @@ from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase, Obser
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.recas import Recas
 
 
 class KVView(NamedTuple):
@@ -31,13 +32,15 @@ class KVView(NamedTuple):
 class Work(NamedTuple):
     """A plan with what it needs on the device.
 
-    Without an eviction there are no slots. ``source`` [held] int64 are the request's in position
-    order, taken before any was given back; ``target`` [kept] int64 are those its tokens move to.
+    ``source`` [held] int64 are the request's slots in position order, taken before any was given
+    back, if the plan looks at the cache; ``target`` [kept] int64 those its tokens move to, if it
+    evicts.
     """
 
     plan: RequestPlan
     policy: Policy
     buffer: QueryBuffer | None
+    recas: Recas | None = None
     source: torch.Tensor | None = None
     target: torch.Tensor | None = None
 
@@ -50,19 +53,25 @@ def run(work: Sequence[Work], cache: KVView) -> None:
     been a source of this plan or of an earlier one: what is given back can be given out again.
     """
     for item in work:
-        carry_out(item.plan, item.buffer, partial(_evict, item, cache))
+        carry_out(item.plan, item.buffer, partial(_choose, item, cache))
 
 
 def carry_out(
     plan: RequestPlan,
     buffer: QueryBuffer | None,
-    evict: Callable[[EvictionPlan, ObservationPhase], None],
+    choose: Callable[[EvictionPlan, ObservationPhase, bool], None],
 ) -> None:
-    """Do what a plan asks for, in its order; ``evict`` knows the cache."""
+    """Do what a plan asks for, in its order.
+
+    ``choose`` knows the cache: it chooses what an eviction keeps, and carries it out unless told
+    that this is a probe.
+    """
     if plan.freeze is not None and buffer is not None:
         buffer.compress(plan.freeze)
     if plan.eviction is not None:
-        evict(plan.eviction, plan.observed)
+        choose(plan.eviction, plan.observed, False)
+    elif plan.probe is not None:
+        choose(plan.probe, plan.observed, True)
     if plan.roll is not None and buffer is not None:
         buffer.compress(plan.roll)
 
@@ -73,6 +82,7 @@ def observe(
     plan: EvictionPlan,
     phase: ObservationPhase,
     buffer: QueryBuffer | None,
+    recas: Recas | None,
 ) -> Observations:
     """Assemble what a policy may look at.
 
@@ -81,21 +91,30 @@ def observe(
     newest ``n_recent`` tokens are never evicted.
     """
     position = plan.lengths.logical - 1
+    signals = None if recas is None or recas.signals is None else recas.signals.view()
     if buffer is None:
-        return Observations(position, plan.prompt_tokens, scale)
+        return Observations(position, plan.prompt_tokens, scale, signals=signals)
     rows = buffer.rows[:, :, : phase.filled]
     age = torch.zeros(phase.filled, dtype=torch.int64, device=rows.device)
     age[phase.filled - phase.recent :] = torch.arange(phase.recent - 1, -1, -1, device=rows.device)
     queries = ops.rotate(rows, position - age, rope)
     visible = plan.lengths.held - age
-    return Observations(position, plan.prompt_tokens, scale, queries, visible)
+    return Observations(position, plan.prompt_tokens, scale, queries, visible, signals)
 
 
-def _evict(work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase) -> None:
+def _choose(
+    work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase, probe: bool
+) -> None:
     assert work.source is not None
-    assert work.target is not None
-    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer)
+    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer, work.recas)
     keep = work.policy.keep(CachedKeys(cache.keys, work.source), observations, plan)
+    if probe:
+        assert work.recas is not None
+        work.recas.probe(plan, keep)
+        return
+    if work.recas is not None:
+        work.recas.note_eviction(plan, keep)
+    assert work.target is not None
     # Tokens of a request that leaves the tree move from before its own slots into those.
     forward = not plan.detach
     ops.kv_compact(cache.keys, cache.values, work.source, keep, work.target, forward)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_beacon.config import KVPolicyConfig
+from collections.abc import Callable
+from dataclasses import replace
+
+from sglang_beacon.config import KVPolicyConfig, kept_tokens
 from sglang_beacon.core import EvictionPlan, ObservationPhase, RequestLengths, RequestPlan
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime import allowance as allowances
@@ -11,6 +14,8 @@ from sglang_beacon.runtime.allowance import Allowance
 from sglang_beacon.runtime.beacon_store import Beacons
 from sglang_beacon.runtime.planner import plan_token
 from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.recas import Recas
+from sglang_beacon.runtime.retention import Drop
 
 
 class RequestState:
@@ -19,8 +24,11 @@ class RequestState:
     Attributes
     ----------
     config : KVPolicyConfig
+        Its budget may grow.
     policy : Policy or None
         None: the request keeps everything.
+    recas : Recas or None
+        Signals, bounds and active set, for policies that need them.
     shape : BufferShape or None
         Of the query buffer; None when the policy does not observe.
     buffer : QueryBuffer or None
@@ -51,6 +59,8 @@ class RequestState:
         self.policy = policy
         self.shape = policy.observes if policy is not None else None
         self.page_size = page_size
+        settings = policy.recas if policy is not None else None
+        self.recas = Recas(settings, config) if settings is not None else None
         self.evictions = 0
         self.evicted_tokens = 0
         self.beacons_reused = 0
@@ -58,12 +68,20 @@ class RequestState:
         self.life = 0
         self._clear()
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the request takes device memory besides its cache."""
+        return self.shape is not None or self.recas is not None
+
     def reset(self) -> None:
         """Forget the cache: the request was released, or will be computed again."""
         self.life += 1
+        if self.recas is not None:
+            self.recas.restart()
         self._clear()
 
     def _clear(self) -> None:
+        self._bound = Drop()
         self.buffer: QueryBuffer | None = None
         self.phase = ObservationPhase()
         self.observed_prompt = 0
@@ -132,6 +150,39 @@ class RequestState:
         assert self.policy is not None
         return allowances.allowance(lengths, share, self.config, self.policy.least_budget)
 
+    def settle(
+        self,
+        lengths: RequestLengths,
+        share: int,
+        has_room: Callable[[int], bool] = lambda tokens: True,
+        agreed: Callable[[float], float] = lambda error: error,
+    ) -> Allowance:
+        """Like `allowance`, once the budget has grown if that is due.
+
+        Parameters
+        ----------
+        lengths, share
+            See `allowance`.
+        has_room : callable
+            Whether the pool could give the request so many tokens more.
+        agreed : callable
+            The largest error of all ranks, from this one's.
+        """
+        allowance = self.allowance(lengths, share)
+        if self.recas is None or not allowance.is_used_up:
+            return allowance
+        retention = self.recas.retention
+        bound = retention.bound(lengths.logical)
+        self._bound = bound._replace(error=agreed(bound.error))
+        while allowance.is_used_up and self._bound.error > self.recas.settings.epsilon:
+            budget = retention.larger(self.config.budget)
+            if budget is None or not has_room(budget - self.config.budget):
+                break
+            self.config = replace(self.config, budget=budget)
+            retention.expansions += 1
+            allowance = self.allowance(lengths, share)
+        return allowance
+
     def plan(self, lengths: RequestLengths, allowance: Allowance) -> RequestPlan:
         """Plan what is due before the next token, and take it as done."""
         plan, self.phase = plan_token(
@@ -145,13 +196,28 @@ class RequestState:
         )
         if plan.eviction is not None:
             self._count(plan.eviction)
-        return plan
+            return plan
+        probe = self._probe(lengths, allowance)
+        return plan if probe is None else replace(plan, probe=probe)
+
+    def _probe(self, lengths: RequestLengths, allowance: Allowance) -> EvictionPlan | None:
+        """What an eviction at this moment would leave, if it is time to ask."""
+        if self.recas is None or lengths.logical % self.recas.settings.probe_interval:
+            return None
+        assert self.policy is not None
+        pinned = 0 if allowance.detach else lengths.pinned
+        kept = kept_tokens(allowance.counted, self.config.keep_ratio, self.page_size)
+        if not self.policy.least_kept <= kept < lengths.held - pinned:
+            return None
+        return EvictionPlan(lengths, kept, self.prompt_tokens, allowance.detach)
 
     def tokens_still_needed(self, private: int) -> int:
         """Slots the request may still take beyond ``private`` held ones."""
         return allowances.tokens_still_needed(private, self.config, self.page_size)
 
     def _count(self, eviction: EvictionPlan) -> None:
+        if self.recas is not None:
+            self.recas.retention.count(self._bound)
         self.evictions += 1
         self.evicted_tokens += eviction.freed
         self.freed += eviction.freed

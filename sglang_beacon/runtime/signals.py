@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from sglang_beacon.core import TokenSignals
+
+# Three signals of 4 bytes and a position of 8, per layer and KV head.
+BYTES_PER_TOKEN = 20
 
 
 class Revisits(NamedTuple):
@@ -39,6 +45,8 @@ class Signals:
     ----------
     held : int
         Row positions in use.
+    noted : float
+        Queries noted, older ones decayed: the history of a token that got all attention.
     relevance : Tensor [layers, H_kv, capacity] float32
         Attention weight by the newest query noted, the largest of the group.
     history : Tensor, likewise
@@ -47,6 +55,10 @@ class Signals:
         Sum of the weights that were revisits, not decayed.
     positions : Tensor [layers, H_kv, capacity] int64
         Logical position of each token.
+    transition : Tensor [] int64
+        Logical position of the newest delimiter; -1 before the first.
+    value_norm : Tensor [layers, H_kv] float32
+        The largest norm of any value so far, evicted ones among them.
     """
 
     def __init__(
@@ -54,16 +66,23 @@ class Signals:
     ) -> None:
         shape = (layers, kv_heads, capacity)
         self.held = 0
+        self.noted = 0.0
         self.relevance = torch.zeros(shape, device=device)
         self.history = torch.zeros(shape, device=device)
         self.evidence = torch.zeros(shape, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.transition = torch.full((), -1, dtype=torch.int64, device=device)
+        self.value_norm = torch.zeros(shape[:2], device=device)
 
     @property
     def capacity(self) -> int:
         return self.positions.shape[2]
 
-    def extend(self, begin: int, end: int) -> None:
+    def view(self) -> TokenSignals:
+        """The signals of the tokens held."""
+        return TokenSignals(*(signal[..., : self.held] for signal in self._all()))
+
+    def extend(self, begin: int, end: int, evidence: float = 0.0) -> None:
         """Tokens of the logical positions ``[begin, end)`` follow in the row."""
         count = end - begin
         if self.held + count > self.capacity:
@@ -72,7 +91,18 @@ class Signals:
         self.positions[..., new] = torch.arange(begin, end, device=self.positions.device)
         for signal in self._all():
             signal[..., new] = 0
+        self.evidence[..., new] = evidence
         self.held += count
+
+    def see_values(self, pools: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+        """Take in the norms of new values, in pools [num_slots, H_kv, D] of each layer."""
+        norms = [pool[slots].float().norm(dim=-1).amax(0) for pool in pools]
+        self.value_norm = torch.maximum(self.value_norm, torch.stack(norms))
+
+    def see_token(self, token: torch.Tensor, position: int, delimiters: torch.Tensor) -> None:
+        """Note whether a token [] int64 begins a new thought."""
+        begins = torch.isin(token, delimiters)
+        self.transition = torch.where(begins, position, self.transition)
 
     def note(self, weights: torch.Tensor, position: int, decay: float, revisits: Revisits) -> None:
         """Take in the attention of one query.
@@ -88,9 +118,11 @@ class Signals:
         revisits : Revisits
         """
         held = slice(0, self.held)
-        distance = position - self.positions[..., held]
-        looks_back = self._looks_back(weights, distance, revisits)
-        revisited = (distance >= revisits.far) | (looks_back & (distance >= revisits.recent))
+        positions = self.positions[..., held]
+        distance = position - positions
+        crosses = self._looks_back(weights, distance, revisits) | (positions < self.transition)
+        revisited = (distance >= revisits.far) | (crosses & (distance >= revisits.recent))
+        self.noted = self.noted * decay + 1
         self.relevance[..., held] = weights
         self.history[..., held] *= decay
         self.history[..., held] += weights

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Limits(NamedTuple):
     """What a scheduler has for all its requests; each request knows them as ``req.kv_limits``.
 
-    ``capacity`` is the KV pool in tokens; ``most_observing`` requests can have a query buffer at a
-    time.
+    ``capacity`` is the KV pool in tokens; ``most_observing`` requests can have queries or signals
+    at a time.
     """
 
     capacity: int
@@ -45,6 +45,12 @@ def still_needed(req: Req) -> int | None:
     settled = req.kv.holds_kv and req.decode_batch_idx >= 1
     private = req.kv.kv_allocated_len - req.kv.cache_protected_len if settled else 0
     return _at_most(req, private)
+
+
+def reserved(reqs: Iterable[Req]) -> int:
+    """Slots that running requests may still take, if nobody's budget grows."""
+    needs = ((still_needed(req), _still_to_say(req)) for req in reqs)
+    return sum(to_say if needed is None else needed for needed, to_say in needs)
 
 
 def cap_running(reserved: float, adder: PrefillAdder, req: Req) -> float:
@@ -66,12 +72,12 @@ def add_capped(
 def add_with_room_for_queries(
     original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around `PrefillAdder.add_one_req`: its query buffer has to fit as well."""
+    """Around `PrefillAdder.add_one_req`: its queries and signals have to fit as well."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     others = (*_running(adder), *adder.can_run_list)
-    observing = sum(other.kv_policy.shape is not None for other in others)
-    if req.kv_policy.shape is not None and observing >= req.kv_limits.most_observing:
+    observing = sum(other.kv_policy.has_state for other in others)
+    if req.kv_policy.has_state and observing >= req.kv_limits.most_observing:
         return AddReqResult.NO_TOKEN
     return add_capped(original, adder, req, *args, **kwargs)
 
@@ -135,8 +141,11 @@ def _running(adder: PrefillAdder) -> Sequence[Req]:
 
 def _at_most(req: Req, private: int) -> int:
     """Slots a request may take beyond ``private`` ones, by its budget and by what it may say."""
-    still_to_say = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    return min(req.kv_policy.tokens_still_needed(private), still_to_say)
+    return min(req.kv_policy.tokens_still_needed(private), _still_to_say(req))
+
+
+def _still_to_say(req: Req) -> int:
+    return max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
 
 
 def _fits(computed: int, needed: int, page_size: int, capacity: int) -> bool:

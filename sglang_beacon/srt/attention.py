@@ -1,4 +1,4 @@
-"""Query capture inside SGLang's attention backends.
+"""Query capture and active sets inside SGLang's attention backends.
 
 The backend is the one place that sees every layer's rotated queries in all paths, fused and
 captured ones included. Its class is extended rather than replaced: much in SGLang depends on the
@@ -35,16 +35,24 @@ def _observing_factory(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @functools.cache
 def _observing_class(cls: type) -> type:
-    """A backend's class, handing each layer's queries to the policy worker.
+    """A backend's class, handing each layer's queries and outputs to the policy worker.
 
     A subclass of that one class alone, since an instance can only change to a class of the same
     object layout.
     """
 
     class Observing(cls):
+        def init_forward_metadata(self, forward_batch):
+            super().init_forward_metadata(self.kv_policy.recas.shortened(forward_batch))
+
         def forward_decode(self, q, k, v, layer, forward_batch, *args, **kwargs):
+            recas = self.kv_policy.recas
             self.kv_policy.observe_decode(layer.layer_id, q)
-            return super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+            batch = recas.shortened(forward_batch)
+            output = super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+            recas.attend(layer.layer_id, q, output)
+            recas.note_output(layer.layer_id, output)
+            return output
 
         def forward_extend(self, q, k, v, layer, forward_batch, *args, **kwargs):
             self.kv_policy.observe_extend(layer.layer_id, q, forward_batch.positions)

@@ -99,7 +99,7 @@ class PrefixCache(UnifiedRadixCache):
     def can_leave(self, req: Req, kept: int) -> bool:
         """Whether the pool has the new slots that leaving the tree with ``kept`` tokens takes."""
         self.unlock(req.lock)
-        room = self._room()
+        room = self.room()
         req.lock = self.lock(req.last_node)
         return room >= kept - self._own_target(req, kept)
 
@@ -111,7 +111,7 @@ class PrefixCache(UnifiedRadixCache):
         return move
 
     def _shorten(self, req: Req, plan: EvictionPlan) -> Move:
-        source = self._row(req)
+        source = self.row(req)
         self.free_kv_row(req.kv, [(plan.held_after, plan.lengths.held)])
         return Move(source, source[plan.pinned : plan.held_after])
 
@@ -122,7 +122,7 @@ class PrefixCache(UnifiedRadixCache):
             # There is room to let the tree have what the request said so far as well.
             req.refresh_fill_ids()
             super().checkpoint(req, up_to=kv.kv_allocated_len)
-        source = self._row(req)
+        source = self.row(req)
         own = self._own_target(req, kept)
         left_over = kv.cache_protected_len + own
         # The tree's part may be evicted from here on, and its slots given out, even as targets of
@@ -137,7 +137,8 @@ class PrefixCache(UnifiedRadixCache):
         req.last_node = self.root_node_handle(req.extra_key)
         return Move(source, target)
 
-    def _row(self, req: Req) -> torch.Tensor:
+    def row(self, req: Req) -> torch.Tensor:
+        """The slots [held] int64 of a request, in position order."""
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         # A copy: the next token may be written to the row's tail.
         return row[: req.kv.kv_allocated_len].to(torch.int64, copy=True)
@@ -147,7 +148,8 @@ class PrefixCache(UnifiedRadixCache):
         private = req.kv.kv_allocated_len - req.kv.cache_protected_len
         return min(kept, private // self.page_size * self.page_size)
 
-    def _room(self) -> int:
+    def room(self) -> int:
+        """Slots that are free, or would be if nobody's prefixes were evicted."""
         return self.token_to_kv_pool_allocator.available_size() + self.full_evictable_size()
 
     def _allocate(self, count: int) -> torch.Tensor:

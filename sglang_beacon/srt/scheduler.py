@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sglang_beacon import policies
 from sglang_beacon.config import REQUEST_KEYS, ConfigError, KVPolicyConfig
@@ -69,7 +72,13 @@ class PolicyFactory:
         if not asked:
             return RequestState(self.config, self.default, self.page_size)
         config = self.config.with_request(custom_params)
-        return RequestState(config, policies.create(config, self.page_size), self.page_size)
+        policy = policies.create(config, self.page_size)
+        if policy is not None and policy.recas is not None and self.default.recas is None:
+            raise ConfigError(
+                f"kv_policy {config.policy!r} needs a server that was started with it: use "
+                "--kv-policy recas or beacon+recas."
+            )
+        return RequestState(config, policy, self.page_size)
 
 
 def start(
@@ -110,10 +119,9 @@ def _prepare(scheduler: Scheduler, config: KVPolicyConfig) -> None:
     if reporter.current_scheduler_metrics_enabled:
         exporter = Exporter(reporter.metrics_collector.labels, config.policy)
     policy = policies.create(config, scheduler.page_size)
-    rows = policy.observes.rows if policy.observes is not None else 0
-    limits = Limits(capacity, worker.most_observing(config, rows))
+    limits = Limits(capacity, worker.most_observing(config, policy))
     scheduler.kv_policy = PolicyFactory(config, policy, scheduler.page_size, limits, exporter)
-    logger.info("KV policy %s; %s", config.as_dict(), worker.describe(rows))
+    logger.info("KV policy %s; %s", config.as_dict(), worker.describe(config, policy))
 
 
 def admit(
@@ -170,17 +178,20 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
         if not _is_due(req):
             continue
         state = req.kv_policy
-        plan = _plan(scheduler.tree_cache, req, shares[index])
+        plan = _plan(scheduler, batch, req, shares[index])
         if plan.is_empty:
             continue
-        move = ()
+        move: tuple[torch.Tensor, ...] = ()
+        if plan.probe is not None:
+            move = (scheduler.tree_cache.row(req),)
         if plan.eviction is not None:
             move = scheduler.tree_cache.evict_from(req, plan.eviction)
             shrunk[index] = plan.eviction.freed
             if plan.eviction.detach:
                 _ask_in_again(batch)
             _count(scheduler.kv_policy.counters, req, plan.eviction)
-        _worker(scheduler).enqueue(state, Work(plan, state.policy, state.buffer, *move))
+        work = Work(plan, state.policy, state.buffer, state.recas, *move)
+        _worker(scheduler).enqueue(state, work)
     if any(shrunk):
         _shrink(batch, shrunk)
     _publish(scheduler, batch)
@@ -236,16 +247,32 @@ def _shares(scheduler: Scheduler, batch: ScheduleBatch) -> Sequence[int]:
     return [shares.get(id(req), 0) for req in batch.reqs]
 
 
-def _plan(cache: PrefixCache, req: Req, share: int) -> RequestPlan:
+def _plan(scheduler: Scheduler, batch: ScheduleBatch, req: Req, share: int) -> RequestPlan:
     """Plan for one request; one that cannot be copied yet is compressed where it is."""
+    cache: PrefixCache = scheduler.tree_cache
     state, kv = req.kv_policy, req.kv
     lengths = state.lengths(kv.cache_protected_len, kv.kv_allocated_len)
-    allowance = state.allowance(lengths, share)
+    allowance = state.settle(
+        lengths,
+        share,
+        has_room=lambda tokens: cache.room() - admission.reserved(batch.reqs) >= tokens,
+        agreed=partial(_largest_of_ranks, scheduler),
+    )
     if allowance.detach and allowance.is_used_up:
         kept = allowance.kept(state.config.keep_ratio, state.page_size)
         if not cache.can_leave(req, kept):
             allowance = pinned(lengths, state.config)
     return state.plan(lengths, allowance)
+
+
+def _largest_of_ranks(scheduler: Scheduler, error: float) -> float:
+    """Every rank sees heads of its own, and all must decide alike."""
+    group = scheduler.attn_tp_cpu_group
+    if torch.distributed.get_world_size(group) == 1:
+        return error
+    largest = torch.tensor(error, dtype=torch.float64)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return float(largest)
 
 
 def _count(counters: Counters, req: Req, eviction: EvictionPlan) -> None:

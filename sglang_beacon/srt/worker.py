@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_beacon import ops
+from sglang_beacon import ops, policies
 from sglang_beacon.capacity import ModelShape
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import BufferShape
+from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime import compactor
 from sglang_beacon.runtime.compactor import KVView, Work
 from sglang_beacon.runtime.query_buffer import QueryBuffer
-from sglang_beacon.runtime.query_stage import QueryStage
 from sglang_beacon.runtime.request import RequestState
+from sglang_beacon.runtime.signals import BYTES_PER_TOKEN
+from sglang_beacon.runtime.step_stage import StepStage
 from sglang_beacon.srt import rotary
+from sglang_beacon.srt.recas_worker import RecasWorker
+from sglang_beacon.srt.server_args import config_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -31,12 +35,14 @@ logger = logging.getLogger(__name__)
 class Stretch(NamedTuple):
     """Prompt tokens of one request within an extend batch.
 
-    ``begin`` and ``end`` are rows of the batch, and the first of them is at ``position``;
+    ``index`` is the request's place in the batch, ``begin`` and ``end`` are rows of it, and the
+    first of them is at ``position``;
     ``observed`` queries were folded before; the newest ``recent`` are kept besides. ``ends_prompt``
     says whether the prompt is complete with it.
     """
 
     state: RequestState
+    index: int
     begin: int
     end: int
     position: int
@@ -59,38 +65,57 @@ class PolicyWorker:
         self.page_size = runner.page_size
         self.pending: list[tuple[RequestState, int, Work]] = []
         self.stretches: list[Stretch] = []
-        self.stage = QueryStage(
+        captured = _captured_rows()
+        self.stage = StepStage(
             self.model.num_layers,
-            self.model.query_heads,
-            self.model.head_dim,
-            _captured_rows(),
+            (self.model.query_heads, self.model.head_dim),
+            captured,
             self.dtype,
             self.device,
         )
+        policy = policies.create(config_of(runner.server_args), self.page_size)
+        self.recas = RecasWorker(
+            self.model,
+            runner.req_to_token_pool.req_to_token,
+            self._view,
+            captured,
+            self.device,
+            is_used=policy is not None and policy.recas is not None,
+        )
 
-    def most_observing(self, config: KVPolicyConfig, rows: int) -> int:
-        """Requests whose query buffers of ``rows`` rows fit beside the pool."""
+    def most_observing(self, config: KVPolicyConfig, policy: Policy) -> int:
+        """Requests whose query buffers and signals fit beside the pool."""
         memory = None if config.query_memory_mb is None else config.query_memory_mb * 2**20
         if memory is None and torch.cuda.is_available():
             # The rest is for what scoring needs meanwhile.
             memory = int(torch.cuda.mem_get_info()[0] * 0.9)
-        size = self._shape.query_state_bytes(rows)
+        size = self._state_bytes(config, policy)
         if memory is None or not size:
             return 2**30
         if memory < size:
             raise RuntimeError(
-                f"the queries of one request take {size} bytes and there are {memory}: raise "
+                f"the state of one request takes {size} bytes and there are {memory}: raise "
                 "query_memory_mb in --kv-policy-config or lower --mem-fraction-static."
             )
         return memory // size
 
-    def describe(self, rows: int) -> str:
-        """What a policy with ``rows`` queries per head holds in memory besides the KV pool."""
-        state = self._shape.query_state_bytes(rows)
+    def describe(self, config: KVPolicyConfig, policy: Policy) -> str:
+        """What a policy holds in memory besides the KV pool."""
+        state = self._state_bytes(config, policy)
         return (
-            f"query state {state / 1e6:.2f} MB per running request, "
+            f"state of {state / 1e6:.2f} MB per running request, "
             f"the KV of {state / self._shape.kv_bytes_per_token:.0f} tokens"
         )
+
+    def _state_bytes(self, config: KVPolicyConfig, policy: Policy) -> int:
+        """Bytes of one request's query buffer, and of its signals at twice the budget."""
+        size = 0
+        if policy.observes is not None:
+            size += self._shape.query_state_bytes(policy.observes.rows)
+        if policy.recas is not None:
+            tokens = policy.recas.max_budget or 2 * config.budget
+            size += BYTES_PER_TOKEN * self.model.num_layers * self.model.kv_heads * tokens
+        return size
 
     @property
     def _shape(self) -> ModelShape:
@@ -121,17 +146,22 @@ class PolicyWorker:
             self.pending.clear()
         self.stretches = []
         decoding = batch.forward_mode.is_decode()
-        observed = decoding and any(req.kv_policy.buffer is not None for req in batch.reqs)
-        self.stage.begin(len(batch.reqs), observed)
+        states = [req.kv_policy for req in batch.reqs]
+        observed = any(state.buffer is not None or state.recas is not None for state in states)
+        self.stage.begin(len(batch.reqs), decoding and observed)
         if not decoding:
             self._note_prompts(batch)
+        self.recas.before_forward(batch)
 
     def after_forward(self, batch: ScheduleBatch) -> None:
         """Append the queries of a decode step to their requests' buffers, or keep a prompt's."""
         for stretch in self.stretches:
             # All layers have chosen theirs: they can go where the prefix tree keeps them.
-            if stretch.ends_prompt and self.tree_takes_prompts:
+            observes = stretch.state.buffer is not None
+            if observes and stretch.ends_prompt and self.tree_takes_prompts:
                 stretch.state.beacons = stretch.state.prompt_beacons()
+        if not batch.forward_mode.is_decode():
+            self.recas.after_prefill(batch)
         staged = self.stage.take()
         if staged is None:
             return
@@ -141,7 +171,9 @@ class PolicyWorker:
             observed = state.buffer is not None
             buffers.append(state.buffer.rows if observed else None)
             rows.append(state.after_token() if observed else 0)
-        ops.query_append(staged, batch.orig_seq_lens - 1, self.model.table, buffers, rows)
+        if any(buffer is not None for buffer in buffers):
+            ops.query_append(staged, batch.orig_seq_lens - 1, self.model.table, buffers, rows)
+        self.recas.after_decode(batch, staged)
 
     # Attention backend, per layer.
 
@@ -156,15 +188,20 @@ class PolicyWorker:
         query = query.view(query.shape[0], self.model.query_heads, self.model.head_dim)
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
+            if stretch.state.recas is not None:
+                newest = query[rows][-stretch.state.config.n_recent :]
+                self.recas.note_prompt(stretch.index, newest)
+            if stretch.state.buffer is None:
+                continue
             pre = ops.derotate(query[rows], positions[rows, None], self.model.table)
-            buffer = stretch.state.buffer
-            buffer.fold_prompt(layer_id, pre, stretch.position, stretch.observed, stretch.recent)
+            stretch.state.buffer.fold_prompt(
+                layer_id, pre, stretch.position, stretch.observed, stretch.recent
+            )
 
     def _note_prompts(self, batch: ScheduleBatch) -> None:
         end = 0
-        for req, prefix, extend in zip(
-            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
-        ):
+        lengths = zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True)
+        for index, (req, prefix, extend) in enumerate(lengths):
             begin, end = end, end + extend
             state: RequestState = req.kv_policy
             if state.policy is None:
@@ -172,12 +209,16 @@ class PolicyWorker:
             if state.shape is not None and state.buffer is None:
                 cached = batch.tree_cache.beacons_for(req, state.shape.n_beacon) if prefix else None
                 state.seed(self._new_buffer(state.shape), cached and cached.to(self.device))
+            if state.recas is not None and state.recas.signals is None:
+                self.recas.begin(state.recas)
             held = prefix + extend
             observed = state.observed_prompt
             recent = state.after_prefill(extend, self._foreseen_pinned(req, held), held)
-            if state.shape is not None:
+            if state.shape is not None or state.recas is not None:
                 ends = state.life == 0 and held == len(req.origin_input_ids)
-                self.stretches.append(Stretch(state, begin, end, prefix, observed, recent, ends))
+                self.stretches.append(
+                    Stretch(state, index, begin, end, prefix, observed, recent, ends)
+                )
 
     def _new_buffer(self, shape: BufferShape) -> QueryBuffer:
         return QueryBuffer(

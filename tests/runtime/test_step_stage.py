@@ -1,17 +1,17 @@
-"""Queries of a step arrive whole, and captured writes always land in the same place."""
+"""Values of a step arrive whole, and captured writes always land in the same place."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sglang_beacon.runtime.query_stage import QueryStage
+from sglang_beacon.runtime.step_stage import StepStage
 
 LAYERS, HEADS, DIM = 3, 4, 8
 
 
-def stage(captured_rows: int) -> QueryStage:
-    return QueryStage(LAYERS, HEADS, DIM, captured_rows, torch.float32, "cpu")
+def stage(captured_rows: int) -> StepStage:
+    return StepStage(LAYERS, (HEADS, DIM), captured_rows, torch.float32, "cpu")
 
 
 def queries(rows: int) -> torch.Tensor:

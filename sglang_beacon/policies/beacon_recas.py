@@ -1,0 +1,44 @@
+"""BeaconKV and RECAS together: revisits to come, and those that have been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.core import CachedKeys, Observations
+from sglang_beacon.policies.beacon import BeaconPolicy
+from sglang_beacon.policies.recas import normalised, settings_of
+from sglang_beacon.policies.recas_settings import RecasSettings
+
+
+class BeaconRecasPolicy(BeaconPolicy):
+    """Keep what beacons attend to, and what has been revisited.
+
+    The score is ``BeaconKV's + evidence_weight g``: beacons foretell revisits that have not
+    happened yet, evidence remembers those that have. RECAS's relevance and history have no part
+    in it, since the recent queries among the observations say what they would. Bounds, budget and
+    active set are RECAS's.
+
+    Cost: BeaconKV's and RECAS's together.
+    """
+
+    name: ClassVar[str] = "beacon+recas"
+    defaults: ClassVar[Mapping[str, Any]] = {**BeaconPolicy.defaults, **RecasSettings.defaults()}
+
+    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
+        super().__init__(config, page_size)
+        self._recas = settings_of(self)
+
+    @property
+    def recas(self) -> RecasSettings:
+        return self._recas
+
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
+        assert observations.signals is not None
+        evidence = normalised(
+            observations.signals.evidence, self.config.n_prefix, self.config.n_recent
+        )
+        return super().score(cache, observations) + self._recas.evidence_weight * evidence

@@ -1,0 +1,187 @@
+"""What a request under RECAS carries along: signals, retention, active set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_beacon import ops
+from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.core import CachedKeys, EvictionPlan
+from sglang_beacon.policies.recas_settings import RecasSettings
+from sglang_beacon.runtime import selectors
+from sglang_beacon.runtime.active_set import ActiveSet
+from sglang_beacon.runtime.retention import Retention
+from sglang_beacon.runtime.signals import Revisits, Signals
+
+
+class Recas:
+    """State of one request beyond its cache, from admission to release.
+
+    Attributes
+    ----------
+    settings : RecasSettings
+    retention : Retention
+    signals : Signals or None
+        Allocated by whoever computes the request, dropped when its cache is lost.
+    active : ActiveSet or None
+        None as long as steps read everything; likewise.
+    norms : Tensor [layers, H_q] float32
+        Of the newest attention outputs; with ``signals``.
+    """
+
+    def __init__(self, settings: RecasSettings, config: KVPolicyConfig) -> None:
+        self.settings = settings
+        self.retention = Retention(settings, config.budget)
+        self._config = config
+        self.revisits = Revisits(
+            settings.far_distance or 2 * config.n_recent,
+            settings.top_keys,
+            settings.look_back,
+            config.n_recent,
+        )
+        self.signals: Signals | None = None
+        self.active: ActiveSet | None = None
+
+    def restart(self) -> None:
+        """The cache was lost."""
+        self.signals = None
+        self.retention.restart()
+        if self.active is not None:
+            self.active.restart()
+
+    def begin(
+        self, layers: int, query_heads: int, kv_heads: int, selector: str, device: Any
+    ) -> None:
+        """Allocate for a model; ``selector`` is the one to use where the settings say ``auto``."""
+        self.signals = Signals(layers, kv_heads, self._config.budget, device)
+        self.norms = torch.zeros(layers, query_heads, device=device)
+        self._delimiters = torch.tensor(self.settings.delimiters, dtype=torch.int64, device=device)
+        if self.active is None:
+            name = selector if self.settings.selector == "auto" else self.settings.selector
+            chosen = selectors.create(self.settings, name, layers)
+            if chosen is not None:
+                self.active = ActiveSet(
+                    self.settings,
+                    chosen,
+                    self._config.n_prefix,
+                    self._config.n_recent,
+                    layers,
+                    device,
+                )
+
+    def after_prefill(
+        self,
+        cache: CachedKeys,
+        values: Sequence[torch.Tensor],
+        queries: torch.Tensor,
+        prompt: int,
+        scale: float,
+    ) -> None:
+        """Take in a stretch of computed tokens.
+
+        Parameters
+        ----------
+        cache : CachedKeys
+            Of all tokens held.
+        values : sequence of Tensor [num_slots, H_kv, D]
+        queries : Tensor [layers, n, H_q, D]
+            Of the newest tokens, rotated.
+        prompt : int
+            How many of the tokens are of the prompt.
+        scale : float
+        """
+        signals = self.signals
+        assert signals is not None
+        held, before = len(cache.slots), signals.held
+        said = max(before, min(prompt, held))
+        signals.extend(before, said, self.settings.prompt_evidence)
+        signals.extend(said, held)
+        signals.see_values(values, cache.slots[before:])
+        for index in range(queries.shape[1]):
+            seen = held - queries.shape[1] + 1 + index
+            self._note(cache, queries[:, index], seen, seen - 1, scale)
+
+    def after_token(
+        self,
+        cache: CachedKeys,
+        values: Sequence[torch.Tensor],
+        queries: torch.Tensor,
+        token: torch.Tensor,
+        position: int,
+        scale: float,
+    ) -> None:
+        """Take in a decode step; ``queries`` [layers, H_q, D], ``token`` [] is what it computed."""
+        signals = self.signals
+        assert signals is not None
+        signals.extend(position, position + 1)
+        signals.see_values(values, cache.slots[-1:])
+        if self.settings.delimiters:
+            signals.see_token(token, position, self._delimiters)
+        if position % self.settings.note_every == 0:
+            self._note(cache, queries, len(cache.slots), position, scale)
+        if self.active is not None:
+            self.active.end(position)
+
+    def note_eviction(self, plan: EvictionPlan, keep: torch.Tensor) -> None:
+        """Follow an eviction that keeps ``keep`` [layers, H_kv, plan.kept]."""
+        assert self.signals is not None
+        self.retention.note_eviction(self.signals, plan, keep)
+        self.signals.keep(plan.pinned, keep)
+        if self.active is not None:
+            self.active.restart()
+
+    def probe(self, plan: EvictionPlan, keep: torch.Tensor) -> None:
+        """See what an eviction would drop that does not take place."""
+        assert self.signals is not None
+        self.retention.probe(self.signals, plan, keep, self.norms)
+
+    def report(self) -> dict[str, Any]:
+        """What is known of the errors so far, for who asked for the request.
+
+        ``delta_bar`` are bounds on dropped attention mass, ``error`` on the relative error of a
+        layer's attention output; None where nothing is known. ``retention`` is about what was
+        evicted, as the queries of that time saw it, ``active`` about what steps left out, up to the
+        latest probe.
+        """
+        retention, active = self.retention, self.active
+        report = {
+            "epsilon": self.settings.epsilon,
+            "budget_expansions": retention.expansions,
+            "retention": {
+                "delta_bar_largest": retention.largest.largest,
+                "delta_bar_mean": retention.mean,
+                "error_largest": _finite(retention.largest.error),
+                "evictions_above_target": retention.unmet,
+                "probes": retention.calibration.probes,
+                "coverage": retention.calibration.coverage,
+            },
+        }
+        if active is not None:
+            done = active.report
+            report["active"] = {
+                "selector": active.selector.name,
+                "steps": done.steps,
+                "ratio": done.ratio,
+                "delta_bar_largest": done.largest,
+                "delta_bar_mean": done.mean,
+                "error_largest": done.error,
+                "above_target": done.unmet,
+                "coverage": active.selector.coverage,
+            }
+        return report
+
+    def _note(
+        self, cache: CachedKeys, queries: torch.Tensor, visible: int, position: int, scale: float
+    ) -> None:
+        assert self.signals is not None
+        limit = torch.tensor([visible], device=cache.slots.device)
+        weights = ops.beacon_score(cache.pools, cache.slots, queries[:, :, None], limit, scale)
+        self.signals.note(weights, position, self.settings.decay, self.revisits)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,185 @@
+"""The worker's side of RECAS: signals after each step, active sets inside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_beacon.core import CachedKeys
+from sglang_beacon.runtime.compactor import KVView
+from sglang_beacon.runtime.recas import Recas
+from sglang_beacon.runtime.step_stage import StepStage
+from sglang_beacon.srt.rotary import RotaryAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class Row(NamedTuple):
+    """A request of the batch in flight: its row, its newest token's position, all its slots."""
+
+    index: int
+    recas: Recas
+    position: int
+    slots: torch.Tensor
+
+
+class RecasWorker:
+    """Computes signals for requests that need them, and lets their steps read active sets.
+
+    Signals are computed after a step, for all layers at once, so that steps may run as CUDA
+    graphs. Steps with an active set run eagerly: how much they read is decided on the way.
+
+    Attributes
+    ----------
+    is_used : bool
+        Whether requests of this server may need any of it.
+    """
+
+    def __init__(
+        self,
+        model: RotaryAttention,
+        req_to_token: torch.Tensor,
+        view: Callable[[], KVView],
+        captured_rows: int,
+        device: torch.device | str,
+        is_used: bool,
+    ) -> None:
+        self.is_used = is_used
+        self._model = model
+        self._req_to_token = req_to_token
+        self._view = view
+        self._selector = "none" if captured_rows else "exact"
+        self._device = device
+        rows = captured_rows if is_used else 0
+        self._norms = StepStage(model.num_layers, (model.query_heads,), rows, torch.float32, device)
+        self._rows: list[Row] = []
+        self._cache = view() if is_used else None
+        # Newest rotated queries [n, H_q, D] of each layer, by request.
+        self._prompts: dict[int, list[torch.Tensor]] = {}
+        self._short: ForwardBatch | None = None
+
+    @property
+    def reads_actively(self) -> bool:
+        """Whether a request of the batch in flight has an active set."""
+        return any(row.recas.active is not None for row in self._rows)
+
+    def begin(self, recas: Recas) -> None:
+        """Allocate for a request that is computed for the first time in this life."""
+        model = self._model
+        recas.begin(
+            model.num_layers, model.query_heads, model.kv_heads, self._selector, self._device
+        )
+
+    def before_forward(self, batch: ScheduleBatch) -> None:
+        """Note the slots of a batch as long as the scheduler does not touch them."""
+        decoding = batch.forward_mode.is_decode()
+        self._short = None
+        self._prompts = {}
+        self._rows = [
+            self._row(index, req, held)
+            for index, (req, held) in enumerate(zip(batch.reqs, _held(batch), strict=True))
+            if req.kv_policy.recas is not None and req.kv_policy.recas.signals is not None
+        ]
+        self._norms.begin(len(batch.reqs), decoding and bool(self._rows))
+        if decoding:
+            for row in self._rows:
+                if row.recas.active is not None:
+                    row.recas.active.begin(row.position)
+
+    def _row(self, index: int, req: Req, held: int) -> Row:
+        # A copy: the scheduler rewrites rows while this step is still running.
+        slots = self._req_to_token[req.kv.req_pool_idx, :held].to(torch.int64, copy=True)
+        return Row(index, req.kv_policy.recas, held + req.kv_policy.freed - 1, slots)
+
+    def after_decode(self, batch: ScheduleBatch, queries: torch.Tensor) -> None:
+        """Take in a decode step; ``queries`` [layers, rows, H_q, D] are all of it, rotated."""
+        norms = self._norms.take()
+        if norms is None or self._cache is None:
+            return
+        for row in self._rows:
+            row.recas.norms.copy_(norms[:, row.index])
+            row.recas.after_token(
+                CachedKeys(self._cache.keys, row.slots),
+                self._cache.values,
+                queries[:, row.index],
+                batch.input_ids[row.index],
+                row.position,
+                self._cache.scale,
+            )
+
+    def after_prefill(self, batch: ScheduleBatch) -> None:
+        """Take in a stretch of every prompt."""
+        for row in self._rows:
+            if self._cache is not None:
+                row.recas.after_prefill(
+                    CachedKeys(self._cache.keys, row.slots),
+                    self._cache.values,
+                    torch.stack(self._prompts[row.index]),
+                    len(batch.reqs[row.index].origin_input_ids),
+                    self._cache.scale,
+                )
+
+    # Attention backend, per layer.
+
+    def note_prompt(self, index: int, queries: torch.Tensor) -> None:
+        """Keep one layer's rotated queries [n, H_q, D] of a prompt's newest tokens."""
+        self._prompts.setdefault(index, []).append(queries.clone())
+
+    def note_output(self, layer: int, output: torch.Tensor) -> None:
+        """Take the norms of one layer's decode outputs [rows, H_q * D]."""
+        if self.is_used:
+            heads = output.view(len(output), self._model.query_heads, -1)
+            self._norms.write(layer, heads.float().norm(dim=-1))
+
+    def shortened(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch as the backend's own attention is to see it.
+
+        Rows that read an active set are one token long there, since what it would say of them is
+        not used.
+        """
+        if not (batch.forward_mode.is_decode() and self.reads_actively):
+            return batch
+        if self._short is None:
+            index = [row.index for row in self._rows if row.recas.active is not None]
+            short = copy.copy(batch)
+            short.seq_lens = batch.seq_lens.clone()
+            short.seq_lens[index] = 1
+            if batch.seq_lens_cpu is not None:
+                short.seq_lens_cpu = batch.seq_lens_cpu.clone()
+                short.seq_lens_cpu[index] = 1
+                short.seq_lens_sum = int(short.seq_lens_cpu.sum())
+            self._short = short
+        return self._short
+
+    def attend(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        """Write the outputs [rows, H_q * D] of requests with an active set."""
+        for row in self._rows:
+            recas = row.recas
+            if recas.active is None or recas.signals is None or self._cache is None:
+                continue
+            output[row.index] = recas.active.attend(
+                layer,
+                query[row.index].view(self._model.query_heads, -1),
+                self._cache.keys[layer],
+                self._cache.values[layer],
+                row.slots,
+                self._cache.scale,
+                recas.signals.value_norm[layer],
+                recas.norms[layer],
+            ).flatten()
+
+
+def keep_eager(can_run: bool, runner: Any, *args: Any, **kwargs: Any) -> bool:
+    """After `DecodeCudaGraphRunner.can_run_graph`: steps with an active set are not captured."""
+    return can_run and not runner.model_runner.kv_policy.recas.reads_actively
+
+
+def _held(batch: ScheduleBatch) -> Sequence[int]:
+    if batch.forward_mode.is_decode():
+        return batch.seq_lens_cpu.tolist()
+    return [p + e for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
