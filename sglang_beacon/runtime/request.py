@@ -82,6 +82,7 @@ class RequestState:
 
     def _clear(self) -> None:
         self._bound = Drop()
+        self._next_probe = 0
         self.buffer: QueryBuffer | None = None
         self.phase = ObservationPhase()
         self.observed_prompt = 0
@@ -202,13 +203,14 @@ class RequestState:
 
     def _probe(self, lengths: RequestLengths, allowance: Allowance) -> EvictionPlan | None:
         """What an eviction at this moment would leave, if it is time to ask."""
-        if self.recas is None or lengths.logical % self.recas.settings.probe_interval:
+        if self.recas is None or lengths.logical < self._next_probe:
             return None
         assert self.policy is not None
         pinned = 0 if allowance.detach else lengths.pinned
         kept = kept_tokens(allowance.counted, self.config.keep_ratio, self.page_size)
         if not self.policy.least_kept <= kept < lengths.held - pinned:
             return None
+        self._next_probe = lengths.logical + self.recas.settings.probe_interval
         return EvictionPlan(lengths, kept, self.prompt_tokens, allowance.detach)
 
     def tokens_still_needed(self, private: int) -> int:

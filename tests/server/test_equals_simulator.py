@@ -6,6 +6,7 @@ On a tiny random model, whose every token depends on what its cache holds.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,16 @@ from sglang_beacon.lab.random_model import VOCABULARY
 from sglang_beacon.lab.simulator import Simulator
 
 POLICIES = ("beacon", "streaming", "random")
+# RECAS as it comes, and with each way to choose what a step reads; targets that are met now and
+# then, so that the budget grows in between.
+RECAS = [
+    ("recas", {}),
+    ("recas", {"selector": "none", "epsilon": 20, "delimiters": [5, 6, 7, 8], "note_every": 2}),
+    ("recas", {"epsilon": 0.5, "ladder": [24, 32, 48], "probe_interval": 8}),
+    ("recas", {"selector": "pages", "epsilon": 4, "ladder": [32, 48], "probe_interval": 8}),
+    ("recas", {"selector": "sketch", "epsilon": 2, "ladder": [24, 32], "probe_interval": 8}),
+    ("beacon+recas", {"epsilon": 3, "probe_interval": 8, "max_budget": 100}),
+]
 BUDGET = 64
 
 
@@ -28,7 +39,7 @@ def model(random_qwen3: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def server(random_qwen3: Path, page_size: int):
     with Server(
-        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "beacon",
+        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "recas",
         "--kv-budget", str(BUDGET), "--page-size", str(page_size), "--max-total-tokens", "4096",
         model=random_qwen3, threads=1,
     ) as server:  # fmt: skip
@@ -64,6 +75,34 @@ def test_tokens_and_logprobs(
     assert summary["held_tokens"] + summary["evicted_tokens"] == summary["logical_tokens"]
 
 
+@pytest.mark.parametrize(("policy", "options"), RECAS, ids=str)
+def test_bounds_and_budgets(
+    server: Server, model: PreTrainedModel, page_size: int, policy: str, options: dict[str, Any]
+) -> None:
+    """Signals, bounds, what they make of the budget, and what steps read: all the simulator's."""
+    config = KVPolicyConfig(policy=policy, budget=BUDGET, options=options)
+    expected = Simulator(model, config, page_size).generate(prompt(40, 1), 200)
+    server.flush()
+    params = {"kv_policy": policy, "kv_policy_config": options}
+    reply = server.generate(prompt(40, 1), 200, custom_params=params)
+    assert expected.kept
+    assert reply["tokens"] == expected.tokens
+    summary = reply["meta_info"]["kv_policy"]
+    assert summary["evictions"] == len(expected.kept)
+    assert expected.recas is not None
+    assert close(summary["recas"], expected.recas.report())
+    assert summary["recas"]["budget_expansions"] > 0
+
+
+def close(one: Any, other: Any) -> bool:
+    """Whether two reports agree."""
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
+    if isinstance(other, float):
+        return bool(one == pytest.approx(other, rel=1e-3, abs=1e-6))
+    return bool(one == other)
+
+
 @pytest.mark.parametrize("common", [30, 48, 69])
 def test_beacons_travel_with_the_prefix(
     server: Server, model: PreTrainedModel, page_size: int, common: int
@@ -76,8 +115,8 @@ def test_beacons_travel_with_the_prefix(
     cached = common // page_size * page_size
     expected = simulator.generate(second, 200, cached=cached, seed=beacons)
     server.flush()
-    server.generate(first, 1)
-    reply = server.generate(second, 200)
+    server.generate(first, 1, custom_params={"kv_policy": "beacon"})
+    reply = server.generate(second, 200, custom_params={"kv_policy": "beacon"})
     assert reply["meta_info"]["cached_tokens"] == cached
     assert reply["meta_info"]["kv_policy"]["beacons_reused"] == 16
     assert reply["tokens"] == expected.tokens

@@ -24,7 +24,7 @@ GENERATED = 500
 @pytest.fixture(scope="module")
 def server(random_qwen3: Path, page_size: int):
     with Server(
-        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "beacon",
+        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "recas",
         "--kv-budget", str(BUDGET), "--page-size", str(page_size),
         "--max-total-tokens", "4096", model=random_qwen3, threads=1,
         env={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(INTERVAL)},
@@ -38,12 +38,13 @@ def test_retracted_requests_follow_the_simulator(
     """Whoever is retracted is computed exactly, from its own beacons on, and compressed again."""
     draw = random.Random(0)
     shared = draw.choices(range(2, VOCABULARY), k=50)
+    policies = ("beacon", "none", "recas", "streaming", "beacon+recas", "recas", "beacon", "beacon")
     jobs = [
         {
             "rid": str(n),
             "input_ids": shared[: 50 * (n % 2)] + draw.choices(range(2, VOCABULARY), k=30 + n),
             "max_new_tokens": GENERATED,
-            "custom_params": {"kv_policy": ("beacon", "streaming")[n % 4 == 3]},
+            "custom_params": {"kv_policy": policies[n]},
         }
         for n in range(8)
     ]
@@ -58,7 +59,7 @@ def test_retracted_requests_follow_the_simulator(
     model = AutoModelForCausalLM.from_pretrained(random_qwen3, dtype=torch.float32).eval()
     # Those whose prompt is their own; what the others answer for depends on each other.
     for n in range(0, 8, 2):
-        expected = Simulator(model, KVPolicyConfig(policy="beacon", budget=BUDGET), page_size)
+        expected = Simulator(model, KVPolicyConfig(policy=policies[n], budget=BUDGET), page_size)
         lost = [said for rid, said in retracted if rid == str(n)]
         tokens = expected.generate(jobs[n]["input_ids"], GENERATED, retract_after=lost).tokens
         assert replies[n]["tokens"] == tokens
