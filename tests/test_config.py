@@ -171,13 +171,17 @@ def test_a_request_without_wishes_gets_the_servers_policy() -> None:
 
 
 def test_a_request_may_change_policy_and_budget() -> None:
-    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget"}
+    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget", "kv_policy_config"}
     assert SERVER.with_request({"kv_budget": 64}) == dataclasses.replace(SERVER, budget=64)
     same = SERVER.with_request({"kv_policy": "beacon", "kv_budget": 64})
     assert same.options == {"n_beacon": 4}
     other = SERVER.with_request({"kv_policy": "streaming"})
     assert other == dataclasses.replace(SERVER, policy="streaming", options={})
     assert not SERVER.with_request({"kv_policy": "none"}).enabled
+    added = SERVER.with_request({"kv_policy_config": {"aggregation": "mean"}})
+    assert added.options == {"n_beacon": 4, "aggregation": "mean"}
+    replaced = SERVER.with_request({"kv_policy": "random", "kv_policy_config": {"seed": 1}})
+    assert replaced.options == {"seed": 1}
     assert SERVER.budget == 1024
 
 
@@ -191,6 +195,8 @@ def test_a_request_may_change_policy_and_budget() -> None:
         ({"kv_budget": True}, "kv_budget"),
         ({"kv_budget": 0}, "kv_budget"),
         ({"kv_budget": None}, "kv_budget"),
+        ({"kv_policy_config": "n_beacon"}, "kv_policy_config"),
+        ({"kv_policy_config": None}, "kv_policy_config"),
     ],
 )
 def test_a_requests_mistakes_name_its_own_key(params: dict[str, Any], names: str) -> None:

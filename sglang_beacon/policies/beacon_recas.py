@@ -23,6 +23,8 @@ class BeaconRecasPolicy(BeaconPolicy):
     active set are RECAS's.
 
     Cost: BeaconKV's and RECAS's together.
+
+    Reference: those of `BeaconPolicy` and `RecasPolicy`; the combination is this project's.
     """
 
     name: ClassVar[str] = "beacon+recas"

@@ -81,10 +81,10 @@ class ActiveSet:
         """Before the step of the token at a logical position."""
         self.selector.calibrate(position)
         self._take_report(position)
-        self._steps += 1
 
     def end(self, position: int) -> None:
         """After that step: send what it did on its way."""
+        self._steps += 1
         if position % self._settings.probe_interval == 0:
             done = torch.tensor([self._steps], dtype=torch.float64, device=self._sums.device)
             self._mailbox.send(position, torch.cat((done, self._sums, self._largest.double())))

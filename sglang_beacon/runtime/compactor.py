@@ -40,9 +40,9 @@ class Work(NamedTuple):
     plan: RequestPlan
     policy: Policy
     buffer: QueryBuffer | None
-    recas: Recas | None = None
     source: torch.Tensor | None = None
     target: torch.Tensor | None = None
+    recas: Recas | None = None
 
 
 def run(work: Sequence[Work], cache: KVView) -> None:

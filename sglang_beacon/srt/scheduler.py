@@ -190,7 +190,7 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
             if plan.eviction.detach:
                 _ask_in_again(batch)
             _count(scheduler.kv_policy.counters, req, plan.eviction)
-        work = Work(plan, state.policy, state.buffer, state.recas, *move)
+        work = Work(plan, state.policy, state.buffer, *move, recas=state.recas)
         _worker(scheduler).enqueue(state, work)
     if any(shrunk):
         _shrink(batch, shrunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,14 @@ from support import naive
 
 from sglang_beacon import policies
 from sglang_beacon.config import ConfigError, KVPolicyConfig, kept_tokens
-from sglang_beacon.core import BufferShape, CachedKeys, EvictionPlan, Observations, RequestLengths
+from sglang_beacon.core import (
+    BufferShape,
+    CachedKeys,
+    EvictionPlan,
+    Observations,
+    RequestLengths,
+    TokenSignals,
+)
 from sglang_beacon.policies import POLICIES, POLICY_NAMES, Policy
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 8
@@ -64,13 +72,17 @@ class Case:
 
     def observations(self, policy: Policy) -> Observations:
         position = self.held + self.freed - 1
-        if policy.observes is None:
-            return Observations(position, self.prompt_tokens, 0.5)
         generator = torch.Generator().manual_seed(self.seed + 1)
+        signals = None
+        if policy.recas is not None:
+            remembered = torch.rand(3, LAYERS, KV_HEADS, self.held, generator=generator)
+            signals = TokenSignals(*remembered)
+        if policy.observes is None:
+            return Observations(position, self.prompt_tokens, 0.5, signals=signals)
         queries = torch.randn(LAYERS, HEADS, self.num_queries, DIM, generator=generator)
         hidden = torch.randint(0, self.n_recent, (self.num_queries,), generator=generator)
         visible = self.held - hidden
-        return Observations(position, self.prompt_tokens, 0.5, queries, visible)
+        return Observations(position, self.prompt_tokens, 0.5, queries, visible, signals)
 
     def kept(self, policy: Policy) -> torch.Tensor:
         return policy.keep(self.cache(), self.observations(policy), self.plan(policy))
@@ -278,10 +290,10 @@ def test_beacon_aggregations_differ() -> None:
 
 def test_registry() -> None:
     assert list(POLICY_NAMES) == ["none", *POLICIES]
-    assert set(POLICIES) == {"beacon", "streaming", "random"}
+    assert set(POLICIES) == {"beacon", "recas", "beacon+recas", "streaming", "random"}
     assert policies.create(KVPolicyConfig()) is None
     for name, cls in POLICIES.items():
-        module = importlib.import_module(f"sglang_beacon.policies.{name}")
+        module = importlib.import_module(f"sglang_beacon.policies.{name.replace('+', '_')}")
         assert cls.name == name
         assert cls.__module__ == module.__name__, "one method per module, named like it"
         assert "Reference:" in (cls.__doc__ or "")
@@ -298,7 +310,8 @@ def test_the_least_budget_is_the_one_named(name: str, page_size: int, keep_ratio
         config = KVPolicyConfig(policy=name, budget=budget, keep_ratio=keep_ratio)
         return policies.create(config, page_size)
 
-    with pytest.raises(ConfigError, match=f"--kv-budget 5 is too small for --kv-policy {name}"):
+    too_small = re.escape(f"--kv-budget 5 is too small for --kv-policy {name}")
+    with pytest.raises(ConfigError, match=too_small):
         create(5)
     least = next(budget for budget in range(5, 1000) if _accepted(create, budget))
     with pytest.raises(ConfigError, match=f"at least {least} tokens at page size {page_size}"):
@@ -320,7 +333,8 @@ def _accepted(create: Any, budget: int) -> bool:
         (
             "quantum",
             {},
-            "--kv-policy 'quantum' is unknown: it must be one of beacon, none, random, streaming.",
+            "--kv-policy 'quantum' is unknown: it must be one of beacon, beacon+recas, none, "
+            "random, recas, streaming.",
         ),
         (
             "beacon",
