@@ -45,6 +45,8 @@ class RequestState:
         Whether the request left the prefix tree in this life, its prompt copied.
     life : int
         Counts how often the cache was lost; work planned in an earlier life must not run.
+    bound : Drop
+        On what the latest eviction dropped, for policies that know.
     evictions, evicted_tokens : int
         Since the start, across retractions.
     beacons_reused : int
@@ -81,7 +83,7 @@ class RequestState:
         self._clear()
 
     def _clear(self) -> None:
-        self._bound = Drop()
+        self.bound = Drop()
         self._next_probe = 0
         self.buffer: QueryBuffer | None = None
         self.phase = ObservationPhase()
@@ -174,8 +176,8 @@ class RequestState:
             return allowance
         retention = self.recas.retention
         bound = retention.bound(lengths.logical)
-        self._bound = bound._replace(error=agreed(bound.error))
-        while allowance.is_used_up and self._bound.error > self.recas.settings.epsilon:
+        self.bound = bound._replace(error=agreed(bound.error))
+        while allowance.is_used_up and self.bound.error > self.recas.settings.epsilon:
             budget = retention.larger(self.config.budget)
             if budget is None or not has_room(budget - self.config.budget):
                 break
@@ -219,7 +221,7 @@ class RequestState:
 
     def _count(self, eviction: EvictionPlan) -> None:
         if self.recas is not None:
-            self.recas.retention.count(self._bound)
+            self.recas.retention.count(self.bound)
         self.evictions += 1
         self.evicted_tokens += eviction.freed
         self.freed += eviction.freed

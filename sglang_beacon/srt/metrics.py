@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from sglang_beacon.runtime.retention import Drop
+
 
 def _counter(text: str) -> Any:
     """A field of `Counters`, with what it counts."""
@@ -24,10 +26,16 @@ class Counters:
     requests_seeded: int = _counter("Requests that started from the beacons of a cached prefix.")
     evictions: int = _counter("Evictions of all requests.")
     evicted_tokens: int = _counter("Tokens evicted from all requests.")
+    budget_expansions: int = _counter("Times that a budget grew because a bound was threatened.")
+    evictions_above_target: int = _counter("Evictions whose bound on the error met no target.")
+
+
+# From what nobody notices to bounds that say nothing.
+BOUND_BUCKETS = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Exporter:
-    """Publishes counters, and what the running requests hold, to Prometheus.
+    """Publishes counters, bounds, and what the running requests hold, to Prometheus.
 
     Parameters
     ----------
@@ -38,7 +46,7 @@ class Exporter:
 
     def __init__(self, labels: Mapping[str, Any], policy: str) -> None:
         # Not before PROMETHEUS_MULTIPROC_DIR is set, which the launcher does.
-        from prometheus_client import Counter, Gauge
+        from prometheus_client import Counter, Gauge, Histogram
 
         labels = {**labels, "kv_policy": policy}
         self._counters = {
@@ -50,6 +58,15 @@ class Exporter:
         for counter in self._counters.values():
             counter.inc(0)
         self._published = asdict(Counters())
+        self._mass, self._error = (
+            Histogram(
+                f"sglang:kv_policy_{name}", text, labels.keys(), buckets=BOUND_BUCKETS
+            ).labels(**labels)
+            for name, text in (
+                ("delta_bar", "Bound on the attention mass that an eviction drops, mean of heads."),
+                ("error_bound", "Bound on the relative error of an eviction, worst layer."),
+            )
+        )
         self._held, self._seen = (
             Gauge(
                 f"sglang:kv_policy_{name}_tokens",
@@ -68,3 +85,8 @@ class Exporter:
                 self._published[name] = value
         self._held.set(held)
         self._seen.set(seen)
+
+    def observe(self, bound: Drop) -> None:
+        """Publish what an eviction drops at the most."""
+        self._mass.observe(bound.mean)
+        self._error.observe(bound.error)

@@ -189,7 +189,7 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
             shrunk[index] = plan.eviction.freed
             if plan.eviction.detach:
                 _ask_in_again(batch)
-            _count(scheduler.kv_policy.counters, req, plan.eviction)
+            _count(scheduler.kv_policy, req, plan.eviction)
         work = Work(plan, state.policy, state.buffer, *move, recas=state.recas)
         _worker(scheduler).enqueue(state, work)
     if any(shrunk):
@@ -252,12 +252,14 @@ def _plan(scheduler: Scheduler, batch: ScheduleBatch, req: Req, share: int) -> R
     cache: PrefixCache = scheduler.tree_cache
     state, kv = req.kv_policy, req.kv
     lengths = state.lengths(kv.cache_protected_len, kv.kv_allocated_len)
+    before = state.config.budget
     allowance = state.settle(
         lengths,
         share,
         has_room=lambda tokens: cache.room() - admission.reserved(batch.reqs) >= tokens,
         agreed=partial(_largest_of_ranks, scheduler),
     )
+    scheduler.kv_policy.counters.budget_expansions += state.config.budget > before
     if allowance.detach and allowance.is_used_up:
         kept = allowance.kept(state.config.keep_ratio, state.page_size)
         if not cache.can_leave(req, kept):
@@ -275,8 +277,9 @@ def _largest_of_ranks(scheduler: Scheduler, error: float) -> float:
     return float(largest)
 
 
-def _count(counters: Counters, req: Req, eviction: EvictionPlan) -> None:
-    state = req.kv_policy
+def _count(factory: PolicyFactory, req: Req, eviction: EvictionPlan) -> None:
+    state: RequestState = req.kv_policy
+    counters = factory.counters
     if counters.evictions == 0:
         logger.info(
             "KV policy %s evicts for the first time: request %s has seen %d tokens, held %d and "
@@ -291,6 +294,10 @@ def _count(counters: Counters, req: Req, eviction: EvictionPlan) -> None:
     counters.requests_copied += eviction.detach
     counters.evictions += 1
     counters.evicted_tokens += eviction.freed
+    if state.recas is not None:
+        counters.evictions_above_target += state.bound.error > state.recas.settings.epsilon
+        if factory.exporter is not None:
+            factory.exporter.observe(state.bound)
 
 
 def _publish(scheduler: Scheduler, batch: ScheduleBatch) -> None:

@@ -158,7 +158,7 @@ def test_a_pool_without_room_keeps_the_budget_and_says_so() -> None:
         return len(asked) == 1
 
     assert settled(request, 72, has_room=has_room) == 72
-    assert asked == [8, 8]
+    assert asked == [8, 8], "steps of 8 tokens: the second finds no room"
     assert request.recas is not None
     assert request.recas.retention.unmet == 1
 

@@ -5,6 +5,7 @@ On a tiny random model, whose every token depends on what its cache holds.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def model(random_qwen3: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def server(random_qwen3: Path, page_size: int):
     with Server(
-        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "recas",
+        "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "recas", "--enable-metrics",
         "--kv-budget", str(BUDGET), "--page-size", str(page_size), "--max-total-tokens", "4096",
         model=random_qwen3, threads=1,
     ) as server:  # fmt: skip
@@ -91,7 +92,31 @@ def test_bounds_and_budgets(
     assert summary["evictions"] == len(expected.kept)
     assert expected.recas is not None
     assert close(summary["recas"], expected.recas.report())
-    assert summary["recas"]["budget_expansions"] > 0
+
+
+def test_where_nothing_may_be_dropped_nothing_is(server: Server) -> None:
+    """A target that nothing meets, and room to grow: every token of an uncompressed request."""
+    options = {"epsilon": 1e-9, "max_budget": 1000, "ladder": [24, 48]}
+    whole = server.generate(prompt(40, 4), 200, custom_params={"kv_policy": "none"})
+    params = {"kv_policy_config": options}
+    reply = server.generate(prompt(40, 4), 200, custom_params=params)
+    assert reply["tokens"] == whole["tokens"]
+    summary = reply["meta_info"]["kv_policy"]
+    assert (summary["evictions"], summary["held_tokens"]) == (0, 239)
+    assert summary["recas"]["active"]["ratio"] == 1.0
+
+
+def test_a_target_out_of_reach_is_reported(server: Server) -> None:
+    reply = server.generate(prompt(40, 5), 150, custom_params={"kv_policy": "recas"})
+    summary = reply["meta_info"]["kv_policy"]
+    assert summary["budget"] == 2 * BUDGET
+    assert summary["recas"]["retention"]["evictions_above_target"] == summary["evictions"] > 0
+    counters = server.info()["internal_states"][0]["kv_policy"]["counters"]
+    assert counters["evictions_above_target"] > 0
+    assert counters["budget_expansions"] > 0
+    metrics = server.get("/metrics").text
+    (count,) = re.findall(r"^sglang:kv_policy_error_bound_count\{.*\} ([\d.]+)$", metrics, re.M)
+    assert 0 < float(count) <= counters["evictions"]
 
 
 def close(one: Any, other: Any) -> bool:

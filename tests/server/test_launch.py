@@ -46,7 +46,7 @@ def refusal(prepare, model: Path, *argv: str) -> str:
     ("argv", "expected"),
     [
         (["--kv-policy", "becon"], "did you mean 'beacon'?"),
-        (["--kv-policy", "zzz"], "it must be one of beacon, none, random, streaming"),
+        (["--kv-policy", "zzz"], "it must be one of beacon, beacon+recas, none, random"),
         (["--kv-policy", "beacon", "--kv-budget", "20"], "it needs at least 24 tokens"),
         (["--kv-policy", "beacon", "--kv-budget", "many"], "must be a whole number of tokens"),
         (["--kv-policy", "beacon", "--kv-budget", "-3"], "--kv-budget must be an integer"),
@@ -58,6 +58,9 @@ def refusal(prepare, model: Path, *argv: str) -> str:
         (["--kv-policy", "beacon", "--kv-policy-config", '{"n_becon": 8}'], "'n_beacon'"),
         (["--kv-policy", "beacon", "--kv-policy-config", '{"aggregation": "sum"}'], "one of"),
         (["--kv-policy", "streaming", "--kv-policy-config", '{"n_beacon": 8}'], "is unknown"),
+        (["--kv-policy", "recas", "--kv-policy-config", '{"alpha": 1}'], "alpha in --kv-policy"),
+        (["--kv-policy", "recas", "--kv-policy-config", '{"epsilon": -1}'], "epsilon in --kv"),
+        (["--kv-policy", "recas", "--kv-policy-config", '{"ladder": [9, 9]}'], "ladder in --kv"),
     ],
 )
 def test_bad_flags(prepare, random_qwen3: Path, argv: list[str], expected: str) -> None:

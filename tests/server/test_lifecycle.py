@@ -93,6 +93,9 @@ def test_policies_and_budgets_of_their_own(server: Server) -> None:
         ({"kv_budget": 20}, "too small"),
         ({"kv_budget": "many"}, "kv_budget"),
         ({"kv_budget": True}, "kv_budget"),
+        ({"kv_policy_config": {"aggregation": "sum"}}, "aggregation"),
+        ({"kv_policy_config": 3}, "kv_policy_config"),
+        ({"kv_policy": "recas"}, "needs a server that was started"),
     ],
 )
 def test_bad_request_gets_400(server: Server, params: dict, message: str) -> None:
