@@ -14,7 +14,7 @@ from functools import partial
 
 from sglang_beacon.srt import (
     admission,
-    recas_worker,
+    memory_worker,
     reporting,
     scheduler,
     server_args,
@@ -144,7 +144,7 @@ POLICY_HOOKS = (
         f"{_SRT}.model_executor.runner.decode_cuda_graph_runner"
         ".DecodeCudaGraphRunner.can_run_graph",
         "after",
-        recas_worker.keep_eager,
+        memory_worker.keep_eager,
         ("self", "forward_batch"),
         "steps that read active sets run eagerly",
     ),

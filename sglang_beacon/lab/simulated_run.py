@@ -15,8 +15,8 @@ from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
 from sglang_beacon.ops.rope import rotate
 from sglang_beacon.runtime.beacon_store import Beacons
 from sglang_beacon.runtime.compactor import carry_out, observe
+from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.query_buffer import QueryBuffer
-from sglang_beacon.runtime.recas import Recas
 from sglang_beacon.runtime.request import RequestState
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Simulation:
         Of the generated tokens.
     beacons : Beacons or None
         Of the whole prompt, if the policy observes.
-    recas : Recas or None
+    memory : Memory or None
         What RECAS knew in the end.
     """
 
@@ -48,7 +48,7 @@ class Simulation:
     kept: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     beacons: Beacons | None = None
-    recas: Recas | None = None
+    memory: Memory | None = None
 
 
 class Run:
@@ -69,7 +69,7 @@ class Run:
         self.num_kv_heads = config.num_key_value_heads
         self.num_heads = config.num_attention_heads
         self.scale = simulator.layers[0].self_attn.scaling
-        self.result.recas = self.state.recas
+        self.result.memory = self.state.memory
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -107,9 +107,9 @@ class Run:
         if cached:
             self._forward(tokens[:cached])
         self.pinned = cached
-        if self.state.recas is not None:
+        if self.state.memory is not None:
             layers = len(self.sim.layers)
-            self.state.recas.begin(layers, self.num_heads, self.num_kv_heads, "exact", "cpu")
+            self.state.memory.begin(layers, self.num_heads, self.num_kv_heads, "exact", "cpu")
         if self.state.shape is not None:
             usable = seed is not None and cached > 0
             self.state.seed(self._new_buffer(), seed.within(cached) if usable else None)
@@ -127,12 +127,12 @@ class Run:
             return
         observed = state.observed_prompt
         recent = state.after_prefill(end - begin, self.pinned, end)
-        if state.recas is not None:
+        if state.memory is not None:
             newest = torch.stack(self.queries)[:, begin - end :][:, -self.sim.config.n_recent :]
             positions = torch.arange(end - newest.shape[1], end)[:, None]
             rotated = rotate(newest, positions, self.sim.table)
             values = self._pools("values")
-            state.recas.after_prefill(
+            state.memory.after_prefill(
                 self._cached_keys(), values, rotated, self.prompt_tokens, self.scale
             )
         if state.buffer is None:
@@ -143,16 +143,16 @@ class Run:
             self.result.beacons = state.prompt_beacons()
 
     def decode(self) -> torch.Tensor:
-        recas = self.state.recas
-        if recas is not None and recas.active is not None:
-            recas.active.begin(self.length)
+        memory = self.state.memory
+        if memory is not None and memory.active is not None:
+            memory.active.begin(self.length)
         self.decoding = True
         logits = self._forward(self.result.tokens[-1:])
         self.decoding = False
         self.result.held.append(self.visible[0].shape[1])
-        if recas is not None:
+        if memory is not None:
             position = self.length - 1
-            recas.after_token(
+            memory.after_token(
                 self._cached_keys(),
                 self._pools("values"),
                 rotate(torch.stack(self.queries)[:, 0], torch.tensor([position]), self.sim.table),
@@ -181,14 +181,14 @@ class Run:
 
     def _choose(self, eviction: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
         state = self.state
-        seen = observe(self.sim.table, self.scale, eviction, phase, state.buffer, state.recas)
+        seen = observe(self.sim.table, self.scale, eviction, phase, state.buffer, state.memory)
         assert self.sim.policy is not None
         keep = self.sim.policy.keep(self._cached_keys(), seen, eviction)
-        if state.recas is not None:
+        if state.memory is not None:
             if probe:
-                state.recas.probe(eviction, keep)
+                state.memory.probe(eviction, keep)
                 return
-            state.recas.note_eviction(eviction, keep)
+            state.memory.note_eviction(eviction, keep)
         pinned = torch.arange(eviction.pinned).expand(*keep.shape[:2], -1)
         kept = torch.stack(self.visible).gather(2, torch.cat((pinned, keep), dim=2))
         self.visible = list(kept)
@@ -236,9 +236,9 @@ class Run:
     ) -> tuple[torch.Tensor, None]:
         """Attention of [1, H, n, D] queries over the visible part of a [1, H_kv, N, D] cache."""
         num_new, num_cached = query.shape[2], key.shape[2]
-        recas = self.state.recas
-        if self.decoding and recas is not None and recas.active is not None:
-            output = self._attend_sparsely(recas, module.layer_idx, query, key, value)
+        memory = self.state.memory
+        if self.decoding and memory is not None and memory.active is not None:
+            output = self._attend_sparsely(memory, module.layer_idx, query, key, value)
             self._note_output(module.layer_idx, output)
             return output.transpose(1, 2), None
         position = torch.arange(num_cached)
@@ -258,32 +258,32 @@ class Run:
 
     def _attend_sparsely(
         self,
-        recas: Recas,
+        memory: Memory,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        assert recas.active is not None
-        assert recas.signals is not None
+        assert memory.active is not None
+        assert memory.signals is not None
         keys, values = (
             _visible(each, self.visible[layer]).transpose(0, 1) for each in (key, value)
         )
-        return recas.active.attend(
+        return memory.active.attend(
             layer,
             query[0, :, 0],
             keys,
             values,
             torch.arange(len(keys)),
             self.scale,
-            recas.signals.value_norm[layer],
-            recas.norms[layer],
+            memory.signals.value_norm[layer],
+            memory.norms[layer],
         )[None, :, None]
 
     def _note_output(self, layer: int, output: torch.Tensor) -> None:
-        recas = self.state.recas
-        if self.decoding and recas is not None:
-            recas.norms[layer] = output[0, :, -1].float().norm(dim=-1)
+        memory = self.state.memory
+        if self.decoding and memory is not None:
+            memory.norms[layer] = output[0, :, -1].float().norm(dim=-1)
 
     def _take_queries(self, index: int) -> Any:
         def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from sglang_beacon.config import (
 )
 from sglang_beacon.core import BufferShape, CachedKeys, EvictionPlan, Observations
 from sglang_beacon.policies.recas_settings import RecasSettings
+from sglang_beacon.policies.signal_settings import SignalSettings
 
 
 class Policy(ABC):
@@ -58,8 +59,13 @@ class Policy(ABC):
         return None
 
     @property
+    def signals(self) -> SignalSettings | None:
+        """What has to be remembered of each token; None if nothing."""
+        return self.recas
+
+    @property
     def recas(self) -> RecasSettings | None:
-        """Settings of the signals, bounds and active sets that the method needs; None if none."""
+        """Settings of bounds, budget and active sets; None for methods without."""
         return None
 
     @abstractmethod

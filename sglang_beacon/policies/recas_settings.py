@@ -7,32 +7,20 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from sglang_beacon.config import MAX_TOKENS, ConfigError
+from sglang_beacon.config import MAX_TOKENS
+from sglang_beacon.policies.signal_settings import SignalSettings, are_counts, require
 
 SELECTORS = ("auto", "none", "exact", "pages", "sketch")
 
 
 @dataclass(frozen=True)
-class RecasSettings:
+class RecasSettings(SignalSettings):
     """How RECAS weighs tokens, what error it aims at, and what a step reads.
 
     Attributes
     ----------
     relevance_weight, history_weight, evidence_weight : float
         The parts of a token's utility, each signal divided by its largest value first.
-    decay : float
-        What history is multiplied with at each query, in (0, 1].
-    note_every : int
-        Queries from one whose attention is noted to the next.
-    far_distance : int
-        A query revisits what lies at least this many tokens back; 0: ``2 * n_recent``.
-    top_keys, look_back : int
-        A query looks back if its ``top_keys`` favourite keys are ``look_back`` tokens away on
-        average; then all it attends to beyond ``n_recent`` is revisited.
-    delimiters : tuple of int
-        Token ids after which a new thought begins: what lies before one is revisited from then on.
-    prompt_evidence : float
-        Evidence that the prompt's tokens start with.
     epsilon : float
         Target for the relative error of each layer's attention output.
     alpha : float
@@ -52,23 +40,11 @@ class RecasSettings:
         Sizes of an active set, in tokens.
     sketch_rank : int
         Dimensions of a sketched key.
-
-    Raises
-    ------
-    ConfigError
-        In one sentence that names the field.
     """
 
     relevance_weight: float = 1.0
     history_weight: float = 1.0
     evidence_weight: float = 10.0
-    decay: float = 0.998
-    note_every: int = 1
-    far_distance: int = 0
-    top_keys: int = 150
-    look_back: int = 200
-    delimiters: tuple[int, ...] = ()
-    prompt_evidence: float = 0.0
     epsilon: float = 0.02
     alpha: float = 0.1
     probe_interval: int = 64
@@ -79,20 +55,18 @@ class RecasSettings:
     sketch_rank: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("relevance_weight", "history_weight", "evidence_weight", "prompt_evidence"):
-            _require(0 <= getattr(self, name) < MAX_TOKENS, name, "not be negative")
-        _require(0 < self.decay <= 1, "decay", "lie in (0, 1]")
-        _require(0 < self.epsilon < MAX_TOKENS, "epsilon", "be positive")
-        _require(0 < self.alpha < 1, "alpha", "lie between 0 and 1")
-        for name in ("note_every", "top_keys", "probe_interval", "residuals", "sketch_rank"):
-            _require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
-        for name in ("far_distance", "look_back", "max_budget"):
-            _require(0 <= getattr(self, name) <= MAX_TOKENS, name, "not be negative")
-        _require(self.selector in SELECTORS, "selector", f"be one of {', '.join(SELECTORS)}")
-        _require(_are_integers(self.delimiters), "delimiters", "be a list of token ids")
-        rising = all(a < b for a, b in pairwise((0, *self.ladder))) if self.ladder else False
-        _require(
-            _are_integers(self.ladder) and rising,
+        super().__post_init__()
+        for name in ("relevance_weight", "history_weight", "evidence_weight"):
+            require(0 <= getattr(self, name) < MAX_TOKENS, name, "not be negative")
+        require(0 < self.epsilon < MAX_TOKENS, "epsilon", "be positive")
+        require(0 < self.alpha < 1, "alpha", "lie between 0 and 1")
+        for name in ("probe_interval", "residuals", "sketch_rank"):
+            require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
+        require(0 <= self.max_budget <= MAX_TOKENS, "max_budget", "not be negative")
+        require(self.selector in SELECTORS, "selector", f"be one of {', '.join(SELECTORS)}")
+        rising = all(smaller < larger for smaller, larger in pairwise((0, *self.ladder)))
+        require(
+            are_counts(self.ladder) and rising and bool(self.ladder),
             "ladder",
             "be a list of increasing sizes in tokens",
         )
@@ -113,12 +87,3 @@ class RecasSettings:
             for key, default in cls.defaults().items()
         }
         return cls(**ours)
-
-
-def _require(holds: bool, name: str, what: str) -> None:
-    if not holds:
-        raise ConfigError(f"{name} in --kv-policy-config must {what}.")
-
-
-def _are_integers(values: tuple[Any, ...]) -> bool:
-    return all(type(value) is int and 0 <= value <= MAX_TOKENS for value in values)

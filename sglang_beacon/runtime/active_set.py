@@ -68,6 +68,7 @@ class ActiveSet:
         self._always = n_prefix, n_recent
         self._mailbox = Mailbox()
         self._layers = layers
+        self._weights: list[torch.Tensor | None] = [None] * layers
         self._steps = 0
         # Sums of ratio, mass and excess over layers and steps; the largest mass and error.
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -76,6 +77,11 @@ class ActiveSet:
     def restart(self) -> None:
         """The row was rewritten."""
         self.selector.restart()
+
+    def weights(self) -> torch.Tensor | None:
+        """Weights [layers, H_kv, N] that the step gave to all that is held, if it knows them all."""
+        known = [weights for weights in self._weights if weights is not None]
+        return torch.stack(known) if len(known) == self._layers else None
 
     def begin(self, position: int) -> None:
         """Before the step of the token at a logical position."""
@@ -125,7 +131,7 @@ class ActiveSet:
         sizes = self._usable_sizes(held)
         if sizes:
             query = Query(layer, queries, k_pool, slots, scale, self._forced(held, slots.device))
-            order, drop = self.selector.rank(query, sizes)
+            order, drop, weights = self.selector.rank(query, sizes)
             tolerance = self._settings.epsilon * norms.norm() / math.sqrt(len(queries))
             fits = 2 * value_norm[:, None] * drop <= tolerance
             steps = torch.tensor([*sizes, held], device=slots.device)
@@ -140,6 +146,7 @@ class ActiveSet:
         attended = ops.sparse_decode(
             queries[None], k_pool, v_pool, listed[None], counts[None], scale
         )
+        self._weights[layer] = weights if sizes else attended.weights[0]
         output = attended.output[0]
         self._tally(counts, held, delta, value_norm, output)
         return output

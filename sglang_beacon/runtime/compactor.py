@@ -12,8 +12,8 @@ from sglang_beacon import ops
 from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase, Observations, RequestPlan
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.policies.base import Policy
+from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.query_buffer import QueryBuffer
-from sglang_beacon.runtime.recas import Recas
 
 
 class KVView(NamedTuple):
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     buffer: QueryBuffer | None
     source: torch.Tensor | None = None
     target: torch.Tensor | None = None
-    recas: Recas | None = None
+    memory: Memory | None = None
 
 
 def run(work: Sequence[Work], cache: KVView) -> None:
@@ -82,7 +82,7 @@ def observe(
     plan: EvictionPlan,
     phase: ObservationPhase,
     buffer: QueryBuffer | None,
-    recas: Recas | None,
+    memory: Memory | None,
 ) -> Observations:
     """Assemble what a policy may look at.
 
@@ -91,7 +91,7 @@ def observe(
     newest ``n_recent`` tokens are never evicted.
     """
     position = plan.lengths.logical - 1
-    signals = None if recas is None or recas.signals is None else recas.signals.view()
+    signals = None if memory is None or memory.signals is None else memory.signals.view()
     if buffer is None:
         return Observations(position, plan.prompt_tokens, scale, signals=signals)
     rows = buffer.rows[:, :, : phase.filled]
@@ -106,14 +106,14 @@ def _choose(
     work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase, probe: bool
 ) -> None:
     assert work.source is not None
-    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer, work.recas)
+    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer, work.memory)
     keep = work.policy.keep(CachedKeys(cache.keys, work.source), observations, plan)
     if probe:
-        assert work.recas is not None
-        work.recas.probe(plan, keep)
+        assert work.memory is not None
+        work.memory.probe(plan, keep)
         return
-    if work.recas is not None:
-        work.recas.note_eviction(plan, keep)
+    if work.memory is not None:
+        work.memory.note_eviction(plan, keep)
     assert work.target is not None
     # Tokens of a request that leaves the tree move from before its own slots into those.
     forward = not plan.detach

@@ -12,9 +12,9 @@ from sglang_beacon.runtime import allowance as allowances
 from sglang_beacon.runtime import phase as phases
 from sglang_beacon.runtime.allowance import Allowance
 from sglang_beacon.runtime.beacon_store import Beacons
+from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.planner import plan_token
 from sglang_beacon.runtime.query_buffer import QueryBuffer
-from sglang_beacon.runtime.recas import Recas
 from sglang_beacon.runtime.retention import Drop
 
 
@@ -27,7 +27,9 @@ class RequestState:
         Its budget may grow.
     policy : Policy or None
         None: the request keeps everything.
-    recas : Recas or None
+    recas : RecasSettings or None
+        Of the policy.
+    memory : Memory or None
         Signals, bounds and active set, for policies that need them.
     shape : BufferShape or None
         Of the query buffer; None when the policy does not observe.
@@ -61,8 +63,10 @@ class RequestState:
         self.policy = policy
         self.shape = policy.observes if policy is not None else None
         self.page_size = page_size
-        settings = policy.recas if policy is not None else None
-        self.recas = Recas(settings, config) if settings is not None else None
+        self.recas = policy.recas if policy is not None else None
+        self.memory: Memory | None = None
+        if policy is not None and policy.signals is not None:
+            self.memory = Memory(policy.signals, policy.recas, config)
         self.evictions = 0
         self.evicted_tokens = 0
         self.beacons_reused = 0
@@ -73,13 +77,13 @@ class RequestState:
     @property
     def has_state(self) -> bool:
         """Whether the request takes device memory besides its cache."""
-        return self.shape is not None or self.recas is not None
+        return self.shape is not None or self.memory is not None
 
     def reset(self) -> None:
         """Forget the cache: the request was released, or will be computed again."""
         self.life += 1
-        if self.recas is not None:
-            self.recas.restart()
+        if self.memory is not None:
+            self.memory.restart()
         self._clear()
 
     def _clear(self) -> None:
@@ -172,12 +176,12 @@ class RequestState:
             The largest error of all ranks, from this one's.
         """
         allowance = self.allowance(lengths, share)
-        if self.recas is None or not allowance.is_used_up:
+        retention = None if self.memory is None else self.memory.retention
+        if retention is None or not allowance.is_used_up:
             return allowance
-        retention = self.recas.retention
         bound = retention.bound(lengths.logical)
         self.bound = bound._replace(error=agreed(bound.error))
-        while allowance.is_used_up and self.bound.error > self.recas.settings.epsilon:
+        while allowance.is_used_up and self.bound.error > retention.settings.epsilon:
             budget = retention.larger(self.config.budget)
             if budget is None or not has_room(budget - self.config.budget):
                 break
@@ -212,7 +216,7 @@ class RequestState:
         kept = kept_tokens(allowance.counted, self.config.keep_ratio, self.page_size)
         if not self.policy.least_kept <= kept < lengths.held - pinned:
             return None
-        self._next_probe = lengths.logical + self.recas.settings.probe_interval
+        self._next_probe = lengths.logical + self.recas.probe_interval
         return EvictionPlan(lengths, kept, self.prompt_tokens, allowance.detach)
 
     def tokens_still_needed(self, private: int) -> int:
@@ -220,8 +224,8 @@ class RequestState:
         return allowances.tokens_still_needed(private, self.config, self.page_size)
 
     def _count(self, eviction: EvictionPlan) -> None:
-        if self.recas is not None:
-            self.recas.retention.count(self.bound)
+        if self.memory is not None and self.memory.retention is not None:
+            self.memory.retention.count(self.bound)
         self.evictions += 1
         self.evicted_tokens += eviction.freed
         self.freed += eviction.freed

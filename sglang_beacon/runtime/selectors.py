@@ -54,10 +54,12 @@ class Ranking(NamedTuple):
     """Row positions [H_kv, N], the best first, and what the rest may have at each size.
 
     ``drop`` [H_kv, sizes] float32 bounds the attention mass past the first ``size`` positions.
+    ``weights`` [H_kv, N] are the exact ones by row position, where they are known.
     """
 
     order: torch.Tensor
     drop: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 class Selector(ABC):
@@ -92,7 +94,7 @@ class ExactSelector(Selector):
 
     def rank(self, query: Query, sizes: Sequence[int]) -> Ranking:
         weights, _ = query.weights()
-        return _ranked(weights, query.forced, sizes)
+        return _ranked(weights, query.forced, sizes)._replace(weights=weights)
 
 
 class PageSelector(Selector):

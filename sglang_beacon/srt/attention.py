@@ -43,15 +43,15 @@ def _observing_class(cls: type) -> type:
 
     class Observing(cls):
         def init_forward_metadata(self, forward_batch):
-            super().init_forward_metadata(self.kv_policy.recas.shortened(forward_batch))
+            super().init_forward_metadata(self.kv_policy.memory.shortened(forward_batch))
 
         def forward_decode(self, q, k, v, layer, forward_batch, *args, **kwargs):
-            recas = self.kv_policy.recas
+            memory = self.kv_policy.memory
             self.kv_policy.observe_decode(layer.layer_id, q)
-            batch = recas.shortened(forward_batch)
+            batch = memory.shortened(forward_batch)
             output = super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
-            recas.attend(layer.layer_id, q, output)
-            recas.note_output(layer.layer_id, output)
+            memory.attend(layer.layer_id, q, output)
+            memory.note_output(layer.layer_id, output)
             return output
 
         def forward_extend(self, q, k, v, layer, forward_batch, *args, **kwargs):

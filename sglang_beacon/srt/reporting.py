@@ -61,7 +61,7 @@ def summary(req: Req) -> dict[str, Any]:
     if kv.holds_kv:
         state.note(kv.cache_protected_len, kv.kv_allocated_len)
     lengths = state.newest
-    bounds = {} if state.recas is None else {"recas": state.recas.report()}
+    bounds = {} if state.recas is None else {"recas": state.memory.report()}
     return {
         "policy": state.config.policy,
         "budget": state.config.budget if state.policy is not None else None,

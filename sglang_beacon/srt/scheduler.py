@@ -73,10 +73,10 @@ class PolicyFactory:
             return RequestState(self.config, self.default, self.page_size)
         config = self.config.with_request(custom_params)
         policy = policies.create(config, self.page_size)
-        if policy is not None and policy.recas is not None and self.default.recas is None:
+        if policy is not None and policy.signals is not None and self.default.signals is None:
             raise ConfigError(
-                f"kv_policy {config.policy!r} needs a server that was started with it: use "
-                "--kv-policy recas or beacon+recas."
+                f"kv_policy {config.policy!r} needs a server that was started with a policy of its "
+                f"kind: use --kv-policy {config.policy}."
             )
         return RequestState(config, policy, self.page_size)
 
@@ -190,7 +190,7 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
             if plan.eviction.detach:
                 _ask_in_again(batch)
             _count(scheduler.kv_policy, req, plan.eviction)
-        work = Work(plan, state.policy, state.buffer, *move, recas=state.recas)
+        work = Work(plan, state.policy, state.buffer, *move, memory=state.memory)
         _worker(scheduler).enqueue(state, work)
     if any(shrunk):
         _shrink(batch, shrunk)
@@ -295,7 +295,7 @@ def _count(factory: PolicyFactory, req: Req, eviction: EvictionPlan) -> None:
     counters.evictions += 1
     counters.evicted_tokens += eviction.freed
     if state.recas is not None:
-        counters.evictions_above_target += state.bound.error > state.recas.settings.epsilon
+        counters.evictions_above_target += state.bound.error > state.recas.epsilon
         if factory.exporter is not None:
             factory.exporter.observe(state.bound)
 

@@ -20,7 +20,7 @@ from sglang_beacon.runtime.request import RequestState
 from sglang_beacon.runtime.signals import BYTES_PER_TOKEN
 from sglang_beacon.runtime.step_stage import StepStage
 from sglang_beacon.srt import rotary
-from sglang_beacon.srt.recas_worker import RecasWorker
+from sglang_beacon.srt.memory_worker import MemoryWorker
 from sglang_beacon.srt.server_args import config_of
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ class PolicyWorker:
             self.device,
         )
         policy = policies.create(config_of(runner.server_args), self.page_size)
-        self.recas = RecasWorker(
+        self.memory = MemoryWorker(
             self.model,
             runner.req_to_token_pool.req_to_token,
             self._view,
             captured,
             self.device,
-            is_used=policy is not None and policy.recas is not None,
+            is_used=policy is not None and policy.signals is not None,
         )
 
     def most_observing(self, config: KVPolicyConfig, policy: Policy) -> int:
@@ -112,8 +112,9 @@ class PolicyWorker:
         size = 0
         if policy.observes is not None:
             size += self._shape.query_state_bytes(policy.observes.rows)
-        if policy.recas is not None:
-            tokens = policy.recas.max_budget or 2 * config.budget
+        if policy.signals is not None:
+            most = policy.recas.max_budget if policy.recas is not None else 0
+            tokens = most or 2 * config.budget
             size += BYTES_PER_TOKEN * self.model.num_layers * self.model.kv_heads * tokens
         return size
 
@@ -147,11 +148,11 @@ class PolicyWorker:
         self.stretches = []
         decoding = batch.forward_mode.is_decode()
         states = [req.kv_policy for req in batch.reqs]
-        observed = any(state.buffer is not None or state.recas is not None for state in states)
+        observed = any(state.buffer is not None or state.memory is not None for state in states)
         self.stage.begin(len(batch.reqs), decoding and observed)
         if not decoding:
             self._note_prompts(batch)
-        self.recas.before_forward(batch)
+        self.memory.before_forward(batch)
 
     def after_forward(self, batch: ScheduleBatch) -> None:
         """Append the queries of a decode step to their requests' buffers, or keep a prompt's."""
@@ -161,7 +162,7 @@ class PolicyWorker:
             if observes and stretch.ends_prompt and self.tree_takes_prompts:
                 stretch.state.beacons = stretch.state.prompt_beacons()
         if not batch.forward_mode.is_decode():
-            self.recas.after_prefill(batch)
+            self.memory.after_prefill(batch)
         staged = self.stage.take()
         if staged is None:
             return
@@ -173,7 +174,7 @@ class PolicyWorker:
             rows.append(state.after_token() if observed else 0)
         if any(buffer is not None for buffer in buffers):
             ops.query_append(staged, batch.orig_seq_lens - 1, self.model.table, buffers, rows)
-        self.recas.after_decode(batch, staged)
+        self.memory.after_decode(batch, staged)
 
     # Attention backend, per layer.
 
@@ -188,9 +189,9 @@ class PolicyWorker:
         query = query.view(query.shape[0], self.model.query_heads, self.model.head_dim)
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
-            if stretch.state.recas is not None:
+            if stretch.state.memory is not None:
                 newest = query[rows][-stretch.state.config.n_recent :]
-                self.recas.note_prompt(stretch.index, newest)
+                self.memory.note_prompt(stretch.index, newest)
             if stretch.state.buffer is None:
                 continue
             pre = ops.derotate(query[rows], positions[rows, None], self.model.table)
@@ -209,12 +210,12 @@ class PolicyWorker:
             if state.shape is not None and state.buffer is None:
                 cached = batch.tree_cache.beacons_for(req, state.shape.n_beacon) if prefix else None
                 state.seed(self._new_buffer(state.shape), cached and cached.to(self.device))
-            if state.recas is not None and state.recas.signals is None:
-                self.recas.begin(state.recas)
+            if state.memory is not None and state.memory.signals is None:
+                self.memory.begin(state.memory)
             held = prefix + extend
             observed = state.observed_prompt
             recent = state.after_prefill(extend, self._foreseen_pinned(req, held), held)
-            if state.shape is not None or state.recas is not None:
+            if state.shape is not None or state.memory is not None:
                 ends = state.life == 0 and held == len(req.origin_input_ids)
                 self.stretches.append(
                     Stretch(state, index, begin, end, prefix, observed, recent, ends)

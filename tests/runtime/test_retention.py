@@ -129,8 +129,8 @@ def test_an_unknown_bound_grows_the_budget_step_by_step() -> None:
     assert settled(request, 71) == 72
     assert settled(request, 100) == 104, "as many steps as it takes"
     assert settled(request, 128) == 128
-    assert request.recas is not None
-    report = request.recas.report()
+    assert request.memory is not None
+    report = request.memory.report()
     assert report["budget_expansions"] == 8
     assert report["retention"]["evictions_above_target"] == 1
     assert report["retention"]["error_largest"] is None
@@ -140,8 +140,8 @@ def test_an_unknown_bound_grows_the_budget_step_by_step() -> None:
 def test_a_bound_below_the_target_evicts_at_once() -> None:
     request = state(epsilon=0.5)
     assert settled(request, 64, agreed=lambda error: 0.4) == 64
-    assert request.recas is not None
-    assert request.recas.retention.unmet == 0
+    assert request.memory is not None
+    assert request.memory.retention.unmet == 0
 
 
 def test_all_ranks_follow_the_worst() -> None:
@@ -159,8 +159,8 @@ def test_a_pool_without_room_keeps_the_budget_and_says_so() -> None:
 
     assert settled(request, 72, has_room=has_room) == 72
     assert asked == [8, 8], "steps of 8 tokens: the second finds no room"
-    assert request.recas is not None
-    assert request.recas.retention.unmet == 1
+    assert request.memory is not None
+    assert request.memory.retention.unmet == 1
 
 
 def test_probes_come_at_their_interval() -> None:

@@ -90,8 +90,8 @@ def test_bounds_and_budgets(
     assert reply["tokens"] == expected.tokens
     summary = reply["meta_info"]["kv_policy"]
     assert summary["evictions"] == len(expected.kept)
-    assert expected.recas is not None
-    assert close(summary["recas"], expected.recas.report())
+    assert expected.memory is not None
+    assert close(summary["recas"], expected.memory.report())
 
 
 def test_where_nothing_may_be_dropped_nothing_is(server: Server) -> None:

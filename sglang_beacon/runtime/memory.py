@@ -1,4 +1,4 @@
-"""What a request under RECAS carries along: signals, retention, active set."""
+"""What a request remembers of its tokens, and under RECAS what bounds its errors."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from sglang_beacon import ops
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import CachedKeys, EvictionPlan
 from sglang_beacon.policies.recas_settings import RecasSettings
+from sglang_beacon.policies.signal_settings import SignalSettings
 from sglang_beacon.runtime import selectors
 from sglang_beacon.runtime.active_set import ActiveSet
 from sglang_beacon.runtime.retention import Retention
 from sglang_beacon.runtime.signals import Revisits, Signals
 
 
-class Recas:
+class Memory:
     """State of one request beyond its cache, from admission to release.
 
     Attributes
     ----------
-    settings : RecasSettings
-    retention : Retention
+    settings : SignalSettings
+    retention : Retention or None
+        Under RECAS.
     signals : Signals or None
         Allocated by whoever computes the request, dropped when its cache is lost.
     active : ActiveSet or None
-        None as long as steps read everything; likewise.
+        Under RECAS, where steps do not read everything.
     norms : Tensor [layers, H_q] float32
         Of the newest attention outputs; with ``signals``.
     """
 
-    def __init__(self, settings: RecasSettings, config: KVPolicyConfig) -> None:
+    def __init__(
+        self, settings: SignalSettings, recas: RecasSettings | None, config: KVPolicyConfig
+    ) -> None:
         self.settings = settings
-        self.retention = Retention(settings, config.budget)
+        self.retention = Retention(recas, config.budget) if recas is not None else None
+        self._recas = recas
         self._config = config
         self.revisits = Revisits(
             settings.far_distance or 2 * config.n_recent,
@@ -49,7 +54,8 @@ class Recas:
     def restart(self) -> None:
         """The cache was lost."""
         self.signals = None
-        self.retention.restart()
+        if self.retention is not None:
+            self.retention.restart()
         if self.active is not None:
             self.active.restart()
 
@@ -60,18 +66,12 @@ class Recas:
         self.signals = Signals(layers, kv_heads, self._config.budget, device)
         self.norms = torch.zeros(layers, query_heads, device=device)
         self._delimiters = torch.tensor(self.settings.delimiters, dtype=torch.int64, device=device)
-        if self.active is None:
-            name = selector if self.settings.selector == "auto" else self.settings.selector
-            chosen = selectors.create(self.settings, name, layers)
+        if self._recas is not None and self.active is None:
+            name = selector if self._recas.selector == "auto" else self._recas.selector
+            chosen = selectors.create(self._recas, name, layers)
             if chosen is not None:
-                self.active = ActiveSet(
-                    self.settings,
-                    chosen,
-                    self._config.n_prefix,
-                    self._config.n_recent,
-                    layers,
-                    device,
-                )
+                always = self._config.n_prefix, self._config.n_recent
+                self.active = ActiveSet(self._recas, chosen, *always, layers, device)
 
     def after_prefill(
         self,
@@ -122,14 +122,16 @@ class Recas:
         if self.settings.delimiters:
             signals.see_token(token, position, self._delimiters)
         if position % self.settings.note_every == 0:
-            self._note(cache, queries, len(cache.slots), position, scale)
+            weights = self.active.weights() if self.active is not None else None
+            self._note(cache, queries, len(cache.slots), position, scale, weights)
         if self.active is not None:
             self.active.end(position)
 
     def note_eviction(self, plan: EvictionPlan, keep: torch.Tensor) -> None:
         """Follow an eviction that keeps ``keep`` [layers, H_kv, plan.kept]."""
         assert self.signals is not None
-        self.retention.note_eviction(self.signals, plan, keep)
+        if self.retention is not None:
+            self.retention.note_eviction(self.signals, plan, keep)
         self.signals.keep(plan.pinned, keep)
         if self.active is not None:
             self.active.restart()
@@ -137,9 +139,10 @@ class Recas:
     def probe(self, plan: EvictionPlan, keep: torch.Tensor) -> None:
         """See what an eviction would drop that does not take place."""
         assert self.signals is not None
+        assert self.retention is not None
         self.retention.probe(self.signals, plan, keep, self.norms)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any] | None:
         """What is known of the errors so far, for who asked for the request.
 
         ``delta_bar`` are bounds on dropped attention mass, ``error`` on the relative error of a
@@ -148,8 +151,10 @@ class Recas:
         latest probe.
         """
         retention, active = self.retention, self.active
-        report = {
-            "epsilon": self.settings.epsilon,
+        if retention is None:
+            return None
+        report: dict[str, Any] = {
+            "epsilon": retention.settings.epsilon,
             "budget_expansions": retention.expansions,
             "retention": {
                 "delta_bar_largest": retention.largest.largest,
@@ -175,11 +180,18 @@ class Recas:
         return report
 
     def _note(
-        self, cache: CachedKeys, queries: torch.Tensor, visible: int, position: int, scale: float
+        self,
+        cache: CachedKeys,
+        queries: torch.Tensor,
+        visible: int,
+        position: int,
+        scale: float,
+        weights: torch.Tensor | None = None,
     ) -> None:
         assert self.signals is not None
-        limit = torch.tensor([visible], device=cache.slots.device)
-        weights = ops.beacon_score(cache.pools, cache.slots, queries[:, :, None], limit, scale)
+        if weights is None:
+            limit = torch.tensor([visible], device=cache.slots.device)
+            weights = ops.beacon_score(cache.pools, cache.slots, queries[:, :, None], limit, scale)
         self.signals.note(weights, position, self.settings.decay, self.revisits)
 
 

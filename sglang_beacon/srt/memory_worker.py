@@ -10,7 +10,7 @@ import torch
 
 from sglang_beacon.core import CachedKeys
 from sglang_beacon.runtime.compactor import KVView
-from sglang_beacon.runtime.recas import Recas
+from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.step_stage import StepStage
 from sglang_beacon.srt.rotary import RotaryAttention
 
@@ -23,12 +23,12 @@ class Row(NamedTuple):
     """A request of the batch in flight: its row, its newest token's position, all its slots."""
 
     index: int
-    recas: Recas
+    memory: Memory
     position: int
     slots: torch.Tensor
 
 
-class RecasWorker:
+class MemoryWorker:
     """Computes signals for requests that need them, and lets their steps read active sets.
 
     Signals are computed after a step, for all layers at once, so that steps may run as CUDA
@@ -66,12 +66,12 @@ class RecasWorker:
     @property
     def reads_actively(self) -> bool:
         """Whether a request of the batch in flight has an active set."""
-        return any(row.recas.active is not None for row in self._rows)
+        return any(row.memory.active is not None for row in self._rows)
 
-    def begin(self, recas: Recas) -> None:
+    def begin(self, memory: Memory) -> None:
         """Allocate for a request that is computed for the first time in this life."""
         model = self._model
-        recas.begin(
+        memory.begin(
             model.num_layers, model.query_heads, model.kv_heads, self._selector, self._device
         )
 
@@ -83,18 +83,18 @@ class RecasWorker:
         self._rows = [
             self._row(index, req, held)
             for index, (req, held) in enumerate(zip(batch.reqs, _held(batch), strict=True))
-            if req.kv_policy.recas is not None and req.kv_policy.recas.signals is not None
+            if req.kv_policy.memory is not None and req.kv_policy.memory.signals is not None
         ]
         self._norms.begin(len(batch.reqs), decoding and bool(self._rows))
         if decoding:
             for row in self._rows:
-                if row.recas.active is not None:
-                    row.recas.active.begin(row.position)
+                if row.memory.active is not None:
+                    row.memory.active.begin(row.position)
 
     def _row(self, index: int, req: Req, held: int) -> Row:
         # A copy: the scheduler rewrites rows while this step is still running.
         slots = self._req_to_token[req.kv.req_pool_idx, :held].to(torch.int64, copy=True)
-        return Row(index, req.kv_policy.recas, held + req.kv_policy.freed - 1, slots)
+        return Row(index, req.kv_policy.memory, held + req.kv_policy.freed - 1, slots)
 
     def after_decode(self, batch: ScheduleBatch, queries: torch.Tensor) -> None:
         """Take in a decode step; ``queries`` [layers, rows, H_q, D] are all of it, rotated."""
@@ -102,8 +102,8 @@ class RecasWorker:
         if norms is None or self._cache is None:
             return
         for row in self._rows:
-            row.recas.norms.copy_(norms[:, row.index])
-            row.recas.after_token(
+            row.memory.norms.copy_(norms[:, row.index])
+            row.memory.after_token(
                 CachedKeys(self._cache.keys, row.slots),
                 self._cache.values,
                 queries[:, row.index],
@@ -116,7 +116,7 @@ class RecasWorker:
         """Take in a stretch of every prompt."""
         for row in self._rows:
             if self._cache is not None:
-                row.recas.after_prefill(
+                row.memory.after_prefill(
                     CachedKeys(self._cache.keys, row.slots),
                     self._cache.values,
                     torch.stack(self._prompts[row.index]),
@@ -145,7 +145,7 @@ class RecasWorker:
         if not (batch.forward_mode.is_decode() and self.reads_actively):
             return batch
         if self._short is None:
-            index = [row.index for row in self._rows if row.recas.active is not None]
+            index = [row.index for row in self._rows if row.memory.active is not None]
             short = copy.copy(batch)
             short.seq_lens = batch.seq_lens.clone()
             short.seq_lens[index] = 1
@@ -159,24 +159,24 @@ class RecasWorker:
     def attend(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
         """Write the outputs [rows, H_q * D] of requests with an active set."""
         for row in self._rows:
-            recas = row.recas
-            if recas.active is None or recas.signals is None or self._cache is None:
+            memory = row.memory
+            if memory.active is None or memory.signals is None or self._cache is None:
                 continue
-            output[row.index] = recas.active.attend(
+            output[row.index] = memory.active.attend(
                 layer,
                 query[row.index].view(self._model.query_heads, -1),
                 self._cache.keys[layer],
                 self._cache.values[layer],
                 row.slots,
                 self._cache.scale,
-                recas.signals.value_norm[layer],
-                recas.norms[layer],
+                memory.signals.value_norm[layer],
+                memory.norms[layer],
             ).flatten()
 
 
 def keep_eager(can_run: bool, runner: Any, *args: Any, **kwargs: Any) -> bool:
     """After `DecodeCudaGraphRunner.can_run_graph`: steps with an active set are not captured."""
-    return can_run and not runner.model_runner.kv_policy.recas.reads_actively
+    return can_run and not runner.model_runner.kv_policy.memory.reads_actively
 
 
 def _held(batch: ScheduleBatch) -> Sequence[int]:
