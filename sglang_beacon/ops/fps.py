@@ -18,7 +18,7 @@ def farthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
     points : Tensor [..., M, D]
         Any float dtype; similarities are computed in float32.
     count : int
-        Points to choose, at least 1.
+        Points to choose; may be 0.
 
     Returns
     -------
@@ -35,6 +35,8 @@ def farthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
         index = torch.arange(num_points, device=points.device)
         return index.expand(*points.shape[:-2], num_points)
 
+    if count == 0:
+        return torch.empty((*points.shape[:-2], 0), dtype=torch.int64, device=points.device)
     unit = torch.nn.functional.normalize(points.float(), dim=-1)
     # Sum of similarities to the *other* points; dividing by M - 1 would not change the order.
     # Products and sums per row, not matrix products: those round equal rows differently by place,

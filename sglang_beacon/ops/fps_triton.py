@@ -13,6 +13,8 @@ def farthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
     if num_points <= count:
         index = torch.arange(num_points, device=points.device)
         return index.expand(*lead, num_points)
+    if count == 0:
+        return torch.empty((*lead, 0), dtype=torch.int64, device=points.device)
     if len(lead) > 2 or points.stride(-1) != 1:
         points = points.reshape(1, -1, num_points, dim)
     while points.dim() < 4:

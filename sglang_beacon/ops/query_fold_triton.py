@@ -41,7 +41,7 @@ def _fold(
     # The least similar to the others, on the whole; then, again and again, to those chosen.
     value = tl.sum(unit * tl.sum(unit, 0)[None, :], 1) - tl.sum(unit * unit, 1)
     newest = tl.argmin(tl.where(inside, value, float("inf")), 0)
-    taken = m == newest
+    taken = (m == newest) & (count > 0)
     nearest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for _ in range(1, count):
         latest = tl.sum(tl.where((m == newest)[:, None], unit, 0.0), 0)

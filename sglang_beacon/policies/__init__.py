@@ -6,13 +6,33 @@ from sglang_beacon.config import ConfigError, KVPolicyConfig, reject_unknown
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
 from sglang_beacon.policies.beacon_recas import BeaconRecasPolicy
+from sglang_beacon.policies.h2o import H2OPolicy
+from sglang_beacon.policies.keydiff import KeyDiffPolicy
 from sglang_beacon.policies.random import RandomPolicy
 from sglang_beacon.policies.recas import RecasPolicy
+from sglang_beacon.policies.rkv import RKVPolicy
+from sglang_beacon.policies.rpc import RPCPolicy
+from sglang_beacon.policies.scissorhands import ScissorhandsPolicy
+from sglang_beacon.policies.snapkv import SnapKVPolicy
 from sglang_beacon.policies.streaming import StreamingPolicy
+from sglang_beacon.policies.tova import TOVAPolicy
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
-    for policy in (BeaconPolicy, RecasPolicy, BeaconRecasPolicy, StreamingPolicy, RandomPolicy)
+    for policy in (
+        BeaconPolicy,
+        RecasPolicy,
+        BeaconRecasPolicy,
+        H2OPolicy,
+        KeyDiffPolicy,
+        RKVPolicy,
+        RPCPolicy,
+        ScissorhandsPolicy,
+        SnapKVPolicy,
+        StreamingPolicy,
+        TOVAPolicy,
+        RandomPolicy,
+    )
 }
 POLICY_NAMES = ("none", *POLICIES)
 

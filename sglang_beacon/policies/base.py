@@ -51,7 +51,12 @@ class Policy(ABC):
     @property
     def least_kept(self) -> int:
         """Fewest tokens an eviction may leave: those always kept, and one to choose."""
-        return self.config.n_prefix + self.config.n_recent + 1
+        return self.config.n_prefix + self.n_newest + 1
+
+    @property
+    def n_newest(self) -> int:
+        """Newest tokens that are never evicted; a recent query sees where it was itself."""
+        return max(self.config.n_recent, self.observes.n_recent if self.observes else 0)
 
     @property
     def observes(self) -> BufferShape | None:
@@ -99,12 +104,12 @@ class Policy(ABC):
         -------
         Tensor [layers, H_kv, plan.kept] int64
             Row positions in ``[pinned, held)``, ascending: the request's first ``n_prefix``
-            tokens as far as they are not pinned, its last ``n_recent``, and the best of the rest.
+            tokens as far as they are not pinned, its last ``n_newest``, and the best of the rest.
         """
         pinned, held = plan.pinned, plan.lengths.held
         score = self.score(cache, observations)[..., pinned:].clone()
         score[..., : max(self.config.n_prefix - pinned, 0)] = torch.inf
-        score[..., held - pinned - self.config.n_recent :] = torch.inf
+        score[..., held - pinned - self.n_newest :] = torch.inf
         return ops.select_topk(score, plan.kept) + pinned
 
     def _checked_options(self, given: Mapping[str, Any]) -> dict[str, Any]:

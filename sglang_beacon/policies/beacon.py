@@ -33,8 +33,8 @@ class BeaconPolicy(Policy):
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
-        if self.options["n_beacon"] < 1:
-            raise ConfigError("n_beacon in --kv-policy-config must be at least 1.")
+        if self.options["n_beacon"] < 0:
+            raise ConfigError("n_beacon in --kv-policy-config must not be negative.")
         if self.options["aggregation"] not in AGGREGATIONS:
             raise ConfigError(
                 f"aggregation in --kv-policy-config must be one of {', '.join(AGGREGATIONS)}, "

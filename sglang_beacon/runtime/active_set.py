@@ -79,7 +79,7 @@ class ActiveSet:
         self.selector.restart()
 
     def weights(self) -> torch.Tensor | None:
-        """Weights [layers, H_kv, N] that the step gave to all that is held, if it knows them all."""
+        """Weights [layers, H_kv, N] of all that is held in the newest step, if they are known."""
         known = [weights for weights in self._weights if weights is not None]
         return torch.stack(known) if len(known) == self._layers else None
 

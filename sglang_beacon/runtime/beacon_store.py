@@ -79,7 +79,7 @@ class BeaconStore:
     def put(self, node: int, beacons: Beacons) -> None:
         """Keep the beacons of a prompt that ends at ``node``."""
         self._drop(node)
-        if beacons.num_bytes > self.max_bytes:
+        if not beacons.per_head or beacons.num_bytes > self.max_bytes:
             return
         while self.num_bytes + beacons.num_bytes > self.max_bytes:
             self._drop(next(iter(self._stored)))

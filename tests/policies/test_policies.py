@@ -44,6 +44,8 @@ class Case:
     seed: int
 
     def policy(self, name: str, **options: Any) -> Policy:
+        if "window" in POLICIES[name].defaults:
+            options = {"window": self.n_recent, **options}
         config = KVPolicyConfig(
             policy=name,
             budget=self.budget,
@@ -74,7 +76,7 @@ class Case:
         position = self.held + self.freed - 1
         generator = torch.Generator().manual_seed(self.seed + 1)
         signals = None
-        if policy.recas is not None:
+        if policy.signals is not None:
             remembered = torch.rand(3, LAYERS, KV_HEADS, self.held, generator=generator)
             signals = TokenSignals(*remembered)
         if policy.observes is None:
@@ -290,7 +292,8 @@ def test_beacon_aggregations_differ() -> None:
 
 def test_registry() -> None:
     assert list(POLICY_NAMES) == ["none", *POLICIES]
-    assert set(POLICIES) == {"beacon", "recas", "beacon+recas", "streaming", "random"}
+    rivals = {"h2o", "keydiff", "rkv", "rpc", "scissorhands", "snapkv", "tova"}
+    assert set(POLICIES) == {"beacon", "recas", "beacon+recas", "streaming", "random"} | rivals
     assert policies.create(KVPolicyConfig()) is None
     for name, cls in POLICIES.items():
         module = importlib.import_module(f"sglang_beacon.policies.{name.replace('+', '_')}")
@@ -333,8 +336,8 @@ def _accepted(create: Any, budget: int) -> bool:
         (
             "quantum",
             {},
-            "--kv-policy 'quantum' is unknown: it must be one of beacon, beacon+recas, none, "
-            "random, recas, streaming.",
+            "--kv-policy 'quantum' is unknown: it must be one of "
+            f"{', '.join(sorted(POLICY_NAMES))}.",
         ),
         (
             "beacon",
@@ -351,7 +354,7 @@ def _accepted(create: Any, budget: int) -> bool:
             {"n_beacon": 16},
             "the --kv-policy-config key 'n_beacon' is unknown: did you mean 'n_recent'?",
         ),
-        ("beacon", {"n_beacon": 0}, "n_beacon in --kv-policy-config must be at least 1."),
+        ("beacon", {"n_beacon": -1}, "n_beacon in --kv-policy-config must not be negative."),
         (
             "beacon",
             {"n_beacon": 16.0},

@@ -405,6 +405,7 @@ SCENARIOS = {
     "private prompt, page 16": Scenario(page_size=16, in_tree=False, generated=130),
     "short prompt": Scenario(chunks=(3,), in_tree=False, generated=150),
     "other sizes": Scenario(n_beacon=5, n_recent=7, n_prefix=1, budget=48, in_tree=False),
+    "recent queries only": Scenario(n_beacon=0, n_recent=8, n_prefix=1, budget=48, in_tree=False),
     "more beacons than recent": Scenario(n_beacon=12, n_recent=3, budget=40, in_tree=False),
     "no prefix": Scenario(n_prefix=0, in_tree=False),
     "an eighth freed": Scenario(budget=128, keep_ratio=7 / 8, chunks=(100,), in_tree=False),

@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, policy: str = "beacon") -> Case:
         eighths=eighths,
         n_prefix=n_prefix,
         n_recent=n_recent,
-        n_beacon=draw(st.integers(1, 20)),
+        n_beacon=draw(st.integers(0, 20)),
         page_size=page_size,
         chunks=tuple(draw(st.lists(st.integers(1, 150), min_size=1, max_size=3))),
         cached=page_size * draw(st.integers(0, 3)),

@@ -1,0 +1,82 @@
+"""What methods share that score by the newest queries alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from sglang_beacon.config import ConfigError, KVPolicyConfig
+from sglang_beacon.core import BufferShape, CachedKeys, Observations
+from sglang_beacon.policies.base import Policy
+
+MAX_WINDOW = 1024
+
+
+class RecentWindowPolicy(Policy):
+    """Observes the last ``window`` queries, and never evicts their tokens."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"window": 32}
+
+    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
+        super().__init__(config, page_size)
+        if not 1 <= self.observes.n_recent <= MAX_WINDOW:
+            raise ConfigError(f"window in --kv-policy-config must lie between 1 and {MAX_WINDOW}.")
+
+    @property
+    def observes(self) -> BufferShape:
+        return BufferShape(0, self.options["window"])
+
+    @abstractmethod
+    def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Score one layer.
+
+        Parameters
+        ----------
+        keys : Tensor [H_kv, N, D]
+            Rotated to their own positions.
+        weights : Tensor [H_kv, group, R, N] float32
+            Attention of each observed query, 0 where it does not see.
+
+        Returns
+        -------
+        Tensor [H_kv, N] float32
+        """
+
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
+        layers = attention_weights(cache, observations)
+        return torch.stack(
+            [self.score_layer(cache.layer(index), weights) for index, weights in enumerate(layers)]
+        )
+
+
+def attention_weights(cache: CachedKeys, observations: Observations) -> Iterator[torch.Tensor]:
+    """Weights [H_kv, group, R, N] float32 of the observed queries, layer by layer."""
+    queries, visible = observations.queries, observations.visible
+    assert queries is not None
+    assert visible is not None
+    layers, kv_heads, held = cache.shape
+    hidden = torch.arange(held, device=visible.device) >= visible[:, None]
+    for index in range(layers):
+        keys = cache.layer(index).float()
+        grouped = queries[index].view(kv_heads, -1, *queries.shape[2:])
+        logits = grouped @ keys[:, None].transpose(2, 3) * observations.scale
+        yield logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def pooled(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
+    """Smooth scores [H_kv, N] over neighbours: ``kind`` is ``"max"`` or ``"mean"``."""
+    if kind == "max":
+        pool = torch.nn.functional.max_pool1d
+        return pool(scores, kernel, stride=1, padding=kernel // 2)
+    return torch.nn.functional.avg_pool1d(
+        scores, kernel, stride=1, padding=kernel // 2, count_include_pad=False
+    )
+
+
+def check_kernel(kernel: int) -> None:
+    """Refuse a pooling width that would shift scores."""
+    if kernel < 1 or kernel % 2 == 0:
+        raise ConfigError("kernel in --kv-policy-config must be a positive odd number.")
