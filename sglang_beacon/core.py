@@ -175,7 +175,8 @@ class CachedKeys(NamedTuple):
 
     def layer(self, index: int) -> torch.Tensor:
         """A copy of one layer's keys, [H_kv, N, D]."""
-        return self.pools[index][self.slots].transpose(0, 1)
+        # Several times as fast as indexing, on a CPU.
+        return self.pools[index].index_select(0, self.slots).transpose(0, 1)
 
 
 class TokenSignals(NamedTuple):

@@ -38,7 +38,8 @@ class TraceConfig:
     revisit_share
         Of the earlier premises that the end of a phase looks back at, besides its own.
     burst, premise_gain
-        Queries that look at a premise in a row, and how strongly.
+        Queries that look at a premise in a row, and how strongly: more than at a neighbour that
+        carries the topic.
     noise
         Standard deviation of a logit that nothing explains.
     """
@@ -58,7 +59,7 @@ class TraceConfig:
     premise_tokens: int = 6
     revisit_share: float = 0.3
     burst: int = 12
-    premise_gain: float = 13.0
+    premise_gain: float = 15.0
     noise: float = 0.4
 
 
@@ -154,9 +155,11 @@ def _premises(
     """Positions of the premises, and the bursts: which premise, and where its queries begin."""
     phase = length // config.phases
     spans, bursts = [], []
+    # The queries that end a phase come after all that is said in it.
+    asking = 2 * config.window + config.burst * (1 + config.premises * (config.phases - 1))
     for number in range(config.phases - 1):
         begin = number * phase + 2 * config.sinks
-        room = phase - 2 * config.window - config.premises * config.premise_tokens
+        room = phase - asking - config.premises * config.premise_tokens
         starts = torch.randperm(room // config.premise_tokens, generator=generator)
         for start in starts[: config.premises].sort().values.tolist():
             first = begin + start * config.premise_tokens

@@ -54,7 +54,13 @@ def beacon_score(
     """
     return torch.stack(
         [
-            _score(pool[slots].transpose(0, 1), layer_queries, visible, scale, aggregation)
+            _score(
+                pool.index_select(0, slots).transpose(0, 1),
+                layer_queries,
+                visible,
+                scale,
+                aggregation,
+            )
             for pool, layer_queries in zip(k_pools, queries, strict=True)
         ]
     )

@@ -37,8 +37,10 @@ def take_listed(pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -
     """The listed vectors of a pool, [B, H_kv, K, D] float32; zero past the end of a list."""
     inside = _inside(slots.shape[2], counts)
     heads = torch.arange(slots.shape[1], device=slots.device)[:, None]
-    vectors = pool[torch.where(inside, slots, 0).long(), heads].float()
-    return vectors.masked_fill(~inside[..., None], 0.0)
+    # Rows of a flat pool: several times as fast as indexing by slot and head, on a CPU.
+    row = torch.where(inside, slots, 0).long() * pool.shape[1] + heads
+    vectors = pool.flatten(0, 1).index_select(0, row.flatten()).float().view(*row.shape, -1)
+    return vectors if inside.all() else vectors.masked_fill(~inside[..., None], 0.0)
 
 
 def group_weights(

@@ -50,7 +50,10 @@ def sparse_decode(
     scale : float
         Softmax scale.
     """
+    listed = slots.shape[2]
+    slots = slots[..., : int(counts.max())]
     keys, values = (take_listed(pool, slots, counts) for pool in (k_pool, v_pool))
     weights, lse = group_weights(queries, keys, counts, scale)
     output = (weights @ values).view(queries.shape).to(queries.dtype)
-    return Attended(output, lse.flatten(1), weights.amax(2))
+    largest = torch.nn.functional.pad(weights.amax(2), (0, listed - slots.shape[2]))
+    return Attended(output, lse.flatten(1), largest)

@@ -41,6 +41,8 @@ class BeaconRecasPolicy(BeaconPolicy):
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
         assert observations.signals is not None
         evidence = normalised(
-            observations.signals.evidence, self.config.n_prefix, self.config.n_recent
+            observations.signals.evidence.clamp(max=self._recas.evidence_cap),
+            self.config.n_prefix,
+            self.config.n_recent,
         )
         return super().score(cache, observations) + self._recas.evidence_weight * evidence

@@ -45,7 +45,8 @@ class RecasPolicy(Policy):
         return (
             self._recas.relevance_weight * self._normalised(signals.relevance)
             + self._recas.history_weight * self._normalised(signals.history)
-            + self._recas.evidence_weight * self._normalised(signals.evidence)
+            + self._recas.evidence_weight
+            * self._normalised(signals.evidence.clamp(max=self._recas.evidence_cap))
         )
 
     def _normalised(self, signal: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ class RecasSettings(SignalSettings):
     ----------
     relevance_weight, history_weight, evidence_weight : float
         The parts of a token's utility, each signal divided by its largest value first.
+    evidence_cap : float
+        Evidence beyond which more makes no difference, in attention mass.
     epsilon : float
         Target for the relative error of each layer's attention output.
     alpha : float
@@ -45,6 +47,7 @@ class RecasSettings(SignalSettings):
     relevance_weight: float = 1.0
     history_weight: float = 1.0
     evidence_weight: float = 10.0
+    evidence_cap: float = 0.05
     epsilon: float = 0.02
     alpha: float = 0.1
     probe_interval: int = 64
@@ -59,6 +62,7 @@ class RecasSettings(SignalSettings):
         for name in ("relevance_weight", "history_weight", "evidence_weight"):
             require(0 <= getattr(self, name) < MAX_TOKENS, name, "not be negative")
         require(0 < self.epsilon < MAX_TOKENS, "epsilon", "be positive")
+        require(0 < self.evidence_cap < MAX_TOKENS, "evidence_cap", "be positive")
         require(0 < self.alpha < 1, "alpha", "lie between 0 and 1")
         for name in ("probe_interval", "residuals", "sketch_rank"):
             require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")

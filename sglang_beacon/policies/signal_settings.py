@@ -15,7 +15,12 @@ class SignalSettings:
     Attributes
     ----------
     decay : float
-        What history is multiplied with at each query, in (0, 1].
+        What history is multiplied with at each token, in (0, 1].
+    credit : float
+        History that a token starts with, in attention mass: who has just come has not had its
+        chance yet.
+    significance : float
+        Multiples of the average weight that attention has to exceed to count.
     note_every : int
         Queries from one whose attention is noted to the next.
     far_distance : int
@@ -34,7 +39,9 @@ class SignalSettings:
         In one sentence that names the field.
     """
 
-    decay: float = 0.998
+    decay: float = 0.9998
+    credit: float = 0.5
+    significance: float = 8.0
     note_every: int = 1
     far_distance: int = 0
     top_keys: int = 150
@@ -46,7 +53,7 @@ class SignalSettings:
         require(0 < self.decay <= 1, "decay", "lie in (0, 1]")
         for name in ("note_every", "top_keys"):
             require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
-        for name in ("far_distance", "look_back", "prompt_evidence"):
+        for name in ("credit", "significance", "far_distance", "look_back", "prompt_evidence"):
             require(0 <= getattr(self, name) <= MAX_TOKENS, name, "not be negative")
         require(are_counts(self.delimiters), "delimiters", "be a list of token ids")
 

@@ -51,6 +51,11 @@ class ActiveSet:
         The first and newest tokens, which are always read.
     layers : int
     device
+
+    Attributes
+    ----------
+    counts : list of Tensor [H_kv] int64
+        Tokens that each layer and head read in the newest step.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class ActiveSet:
         self._always = n_prefix, n_recent
         self._mailbox = Mailbox()
         self._layers = layers
+        self.counts: list[torch.Tensor | None] = [None] * layers
         self._weights: list[torch.Tensor | None] = [None] * layers
         self._steps = 0
         # Sums of ratio, mass and excess over layers and steps; the largest mass and error.
@@ -78,9 +84,10 @@ class ActiveSet:
         """The row was rewritten."""
         self.selector.restart()
 
-    def weights(self) -> torch.Tensor | None:
+    def take_weights(self) -> torch.Tensor | None:
         """Weights [layers, H_kv, N] of all that is held in the newest step, if they are known."""
         known = [weights for weights in self._weights if weights is not None]
+        self._weights = [None] * self._layers
         return torch.stack(known) if len(known) == self._layers else None
 
     def begin(self, position: int) -> None:
@@ -146,6 +153,7 @@ class ActiveSet:
         attended = ops.sparse_decode(
             queries[None], k_pool, v_pool, listed[None], counts[None], scale
         )
+        self.counts[layer] = counts
         self._weights[layer] = weights if sizes else attended.weights[0]
         output = attended.output[0]
         self._tally(counts, held, delta, value_norm, output)

@@ -98,8 +98,9 @@ class Memory:
         assert signals is not None
         held, before = len(cache.slots), signals.held
         said = max(before, min(prompt, held))
-        signals.extend(before, said, self.settings.prompt_evidence)
-        signals.extend(said, held)
+        credit = self.settings.credit
+        signals.extend(before, said, credit, self.settings.prompt_evidence)
+        signals.extend(said, held, credit)
         signals.see_values(values, cache.slots[before:])
         for index in range(queries.shape[1]):
             seen = held - queries.shape[1] + 1 + index
@@ -117,12 +118,12 @@ class Memory:
         """Take in a decode step; ``queries`` [layers, H_q, D], ``token`` [] is what it computed."""
         signals = self.signals
         assert signals is not None
-        signals.extend(position, position + 1)
+        signals.extend(position, position + 1, self.settings.credit)
         signals.see_values(values, cache.slots[-1:])
         if self.settings.delimiters:
             signals.see_token(token, position, self._delimiters)
+        weights = self.active.take_weights() if self.active is not None else None
         if position % self.settings.note_every == 0:
-            weights = self.active.weights() if self.active is not None else None
             self._note(cache, queries, len(cache.slots), position, scale, weights)
         if self.active is not None:
             self.active.end(position)
@@ -192,7 +193,9 @@ class Memory:
         if weights is None:
             limit = torch.tensor([visible], device=cache.slots.device)
             weights = ops.beacon_score(cache.pools, cache.slots, queries[:, :, None], limit, scale)
-        self.signals.note(weights, position, self.settings.decay, self.revisits)
+        settings = self.settings
+        decay = settings.decay**settings.note_every
+        self.signals.note(weights, position, decay, self.revisits, settings.significance)
 
 
 def _finite(value: float) -> float | None:

@@ -82,8 +82,8 @@ class Signals:
         """The signals of the tokens held."""
         return TokenSignals(*(signal[..., : self.held] for signal in self._all()))
 
-    def extend(self, begin: int, end: int, evidence: float = 0.0) -> None:
-        """Tokens of the logical positions ``[begin, end)`` follow in the row."""
+    def extend(self, begin: int, end: int, history: float = 0.0, evidence: float = 0.0) -> None:
+        """Tokens of the logical positions ``[begin, end)`` follow in the row, with a head start."""
         count = end - begin
         if self.held + count > self.capacity:
             self._grow(self.held + count)
@@ -91,6 +91,7 @@ class Signals:
         self.positions[..., new] = torch.arange(begin, end, device=self.positions.device)
         for signal in self._all():
             signal[..., new] = 0
+        self.history[..., new] = history
         self.evidence[..., new] = evidence
         self.held += count
 
@@ -104,7 +105,14 @@ class Signals:
         begins = torch.isin(token, delimiters)
         self.transition = torch.where(begins, position, self.transition)
 
-    def note(self, weights: torch.Tensor, position: int, decay: float, revisits: Revisits) -> None:
+    def note(
+        self,
+        weights: torch.Tensor,
+        position: int,
+        decay: float,
+        revisits: Revisits,
+        significance: float = 0.0,
+    ) -> None:
         """Take in the attention of one query.
 
         Parameters
@@ -116,6 +124,8 @@ class Signals:
         decay : float
             What earlier history is multiplied with.
         revisits : Revisits
+        significance : float
+            Multiples of the average weight that attention has to exceed to count.
         """
         held = slice(0, self.held)
         positions = self.positions[..., held]
@@ -124,9 +134,11 @@ class Signals:
         revisited = (distance >= revisits.far) | (crosses & (distance >= revisits.recent))
         self.noted = self.noted * decay + 1
         self.relevance[..., held] = weights
+        # What anything gets adds up over ten thousands of queries, and would drown a revisit.
+        counted = torch.where(weights * self.held > significance, weights, 0.0)
         self.history[..., held] *= decay
-        self.history[..., held] += weights
-        self.evidence[..., held] += torch.where(revisited, weights, 0.0)
+        self.history[..., held] += counted
+        self.evidence[..., held] += torch.where(revisited, counted, 0.0)
 
     def keep(self, pinned: int, kept: torch.Tensor) -> None:
         """Follow an eviction.
