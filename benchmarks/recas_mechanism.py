@@ -33,7 +33,7 @@ from sglang_beacon.lab.trace_run import Outcome, TraceRun
 # What stays of a trace: the published share.
 SHARE = 0.345
 KEEP_RATIO = 15 / 16
-QUICK = TraceConfig(shortest=4096, longest=5120)
+QUICK = TraceConfig(shortest=2048, longest=2560)
 LADDER = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 # Attention of every fourth query is noted, and every 64th output is looked at.
 SIGNALS: dict[str, Any] = {"note_every": 4}

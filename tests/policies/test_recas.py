@@ -41,16 +41,21 @@ def signals(held: int = HELD) -> TokenSignals:
 def test_utility_is_the_weighted_sum_of_normalised_signals() -> None:
     """Sinks and the newest tokens, however large their signals, do not set the measure."""
     weights = {"relevance_weight": 0.5, "history_weight": 2.0, "evidence_weight": 3.0}
+    cap = 0.6
     remembered = signals()
     for signal in remembered:
         signal[..., 0] = 1000.0
-    score = create("recas", **weights).score(cache(), Observations(99, 0, 1.0, signals=remembered))
+    score = create("recas", **weights, evidence_cap=cap).score(
+        cache(), Observations(99, 0, 1.0, signals=remembered)
+    )
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
             for token in range(HELD):
                 expected = 0.0
                 for weight, signal in zip(weights.values(), remembered, strict=True):
                     values = signal[layer, head].tolist()
+                    if signal is remembered.evidence:
+                        values = [min(value, cap) for value in values]
                     expected += weight * values[token] / max(values[PREFIX : HELD - RECENT])
                 assert score[layer, head, token].item() == pytest.approx(expected, rel=1e-5)
 
@@ -100,6 +105,9 @@ def test_an_anchor_at_rest_lives_by_its_evidence(name: str, evidence_weight: flo
         ("relevance_weight", -1),
         ("history_weight", -0.5),
         ("evidence_weight", float("nan")),
+        ("credit", -1),
+        ("significance", -0.1),
+        ("evidence_cap", 0.0),
         ("decay", 0),
         ("decay", 1.5),
         ("note_every", 0),

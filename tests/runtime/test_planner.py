@@ -42,6 +42,7 @@ class Case:
 
     @property
     def config(self) -> KVPolicyConfig:
+        sizes = {"n_beacon": self.n_beacon, "window": self.n_recent}
         return KVPolicyConfig(
             policy=self.policy,
             budget=self.budget,
@@ -49,7 +50,9 @@ class Case:
             n_prefix=self.n_prefix,
             n_recent=self.n_recent,
             shared_prefix="pin",
-            options={"n_beacon": self.n_beacon} if self.policy == "beacon" else {},
+            options={
+                key: sizes[key] for key in policies.POLICIES[self.policy].defaults.keys() & sizes
+            },
         )
 
     @property

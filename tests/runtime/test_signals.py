@@ -132,3 +132,26 @@ def test_evidence_does_not_fade_and_history_does() -> None:
     assert signals.evidence[0, 0].tolist()[:2] == pytest.approx([0.6, 0.4])
     assert signals.history[0, 0, 0] == pytest.approx(0.6 / 2**10)
     assert not signals.relevance[..., :2].any()
+
+
+def test_what_anything_gets_does_not_count() -> None:
+    """Attention at most `significance` times the average adds up to nothing."""
+    signals = Signals(1, 1, capacity=100)
+    signals.extend(0, 100)
+    weights = torch.full((1, 1, 100), 0.009)
+    weights[..., 3] = 0.05
+    for position in range(200, 220):
+        signals.note(weights, position, 1.0, Revisits(far=50), significance=4.0)
+    assert signals.evidence[0, 0].count_nonzero() == 1
+    assert signals.evidence[0, 0, 3] == pytest.approx(1.0)
+    assert signals.history[0, 0].count_nonzero() == 1
+    assert signals.relevance[0, 0, 50] == pytest.approx(0.009)
+
+
+def test_a_head_start_fades() -> None:
+    signals = Signals(1, 1, capacity=8)
+    signals.extend(0, 2, history=0.5, evidence=1.0)
+    for position in range(2, 5):
+        signals.note(torch.zeros(1, 1, 2), position, 0.5, Revisits(far=50))
+    assert signals.history[0, 0, :2].tolist() == pytest.approx([0.5 / 8] * 2)
+    assert signals.evidence[0, 0, :2].tolist() == [1.0, 1.0]

@@ -14,6 +14,7 @@ import torch
 from support.server import Server
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sglang_beacon import policies
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.random_model import VOCABULARY
 from sglang_beacon.lab.simulator import Simulator
@@ -74,6 +75,26 @@ def test_tokens_and_logprobs(
     # The last token is never computed.
     assert summary["logical_tokens"] == length + 299
     assert summary["held_tokens"] + summary["evicted_tokens"] == summary["logical_tokens"]
+
+
+def test_rivals_in_one_batch(server: Server, model: PreTrainedModel, page_size: int) -> None:
+    """Every other method, all at once: each as if it were alone."""
+    names = sorted(set(policies.POLICIES) - {*POLICIES, "recas", "beacon+recas"})
+    server.flush()
+    jobs = [
+        {
+            "input_ids": prompt(30, 50 + index),
+            "max_new_tokens": 120,
+            "custom_params": {"kv_policy": name},
+        }
+        for index, name in enumerate(names)
+    ]
+    replies = server.generate_all(jobs)
+    for name, job, reply in zip(names, jobs, replies, strict=True):
+        config = KVPolicyConfig(policy=name, budget=BUDGET)
+        expected = Simulator(model, config, page_size).generate(job["input_ids"], 120)
+        assert expected.kept
+        assert reply["tokens"] == expected.tokens, name
 
 
 @pytest.mark.parametrize(("policy", "options"), RECAS, ids=str)
