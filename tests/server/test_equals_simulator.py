@@ -1,4 +1,4 @@
-"""A served request generates what the simulator does, which moves and frees nothing.
+"""Served requests generate what the simulator does, which moves and frees nothing.
 
 On a tiny random model, whose every token depends on what its cache holds.
 """
@@ -6,6 +6,7 @@ On a tiny random model, whose every token depends on what its cache holds.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sglang_beacon import policies
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.random_model import VOCABULARY
+from sglang_beacon.lab.simulated_run import Simulation
 from sglang_beacon.lab.simulator import Simulator
 
 POLICIES = ("beacon", "streaming", "random")
@@ -31,6 +33,19 @@ RECAS = [
     ("beacon+recas", {"epsilon": 3, "probe_interval": 8, "max_budget": 100}),
 ]
 BUDGET = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how its cache is bounded."""
+
+    policy: str
+    ids: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def simulate(self, model: PreTrainedModel, page_size: int, tokens: int) -> Simulation:
+        config = KVPolicyConfig(policy=self.policy, budget=BUDGET, options=self.options)
+        return Simulator(model, config, page_size).generate(self.ids, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -53,66 +68,68 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("length", "prefix"), [(20, "pin"), (70, "copy")])
-def test_tokens_and_logprobs(
-    server: Server, model: PreTrainedModel, page_size: int, policy: str, length: int, prefix: str
-) -> None:
-    """300 tokens under a budget of 64, with a prompt that stays in the tree or is copied."""
-    config = KVPolicyConfig(policy=policy, budget=BUDGET)
-    expected = Simulator(model, config, page_size).generate(prompt(length, 1), 300)
+def served(server: Server, requests: list[Request], tokens: int) -> list[dict[str, Any]]:
+    """Replies to all requests at once."""
     server.flush()
-    reply = server.generate(
-        prompt(length, 1), 300, logprobs=True, custom_params={"kv_policy": policy}
+    return server.generate_all(
+        [
+            {
+                "input_ids": request.ids,
+                "max_new_tokens": tokens,
+                "logprobs": True,
+                "custom_params": {
+                    "kv_policy": request.policy,
+                    "kv_policy_config": request.options,
+                },
+            }
+            for request in requests
+        ]
     )
-    assert len(expected.kept) >= 5
-    assert len(set(expected.tokens)) >= 100
-    assert reply["tokens"] == expected.tokens
-    assert reply["logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
-    summary = reply["meta_info"]["kv_policy"]
-    assert (summary["policy"], summary["budget"], summary["prefix"]) == (policy, BUDGET, prefix)
-    assert summary["evictions"] == len(expected.kept)
-    # The last token is never computed.
-    assert summary["logical_tokens"] == length + 299
-    assert summary["held_tokens"] + summary["evicted_tokens"] == summary["logical_tokens"]
 
 
-def test_rivals_in_one_batch(server: Server, model: PreTrainedModel, page_size: int) -> None:
-    """Every other method, all at once: each as if it were alone."""
-    names = sorted(set(policies.POLICIES) - {*POLICIES, "recas", "beacon+recas"})
-    server.flush()
-    jobs = [
-        {
-            "input_ids": prompt(30, 50 + index),
-            "max_new_tokens": 120,
-            "custom_params": {"kv_policy": name},
-        }
-        for index, name in enumerate(names)
-    ]
-    replies = server.generate_all(jobs)
-    for name, job, reply in zip(names, jobs, replies, strict=True):
-        config = KVPolicyConfig(policy=name, budget=BUDGET)
-        expected = Simulator(model, config, page_size).generate(job["input_ids"], 120)
-        assert expected.kept
-        assert reply["tokens"] == expected.tokens, name
-
-
-@pytest.mark.parametrize(("policy", "options"), RECAS, ids=str)
-def test_bounds_and_budgets(
-    server: Server, model: PreTrainedModel, page_size: int, policy: str, options: dict[str, Any]
-) -> None:
-    """Signals, bounds, what they make of the budget, and what steps read: all the simulator's."""
-    config = KVPolicyConfig(policy=policy, budget=BUDGET, options=options)
-    expected = Simulator(model, config, page_size).generate(prompt(40, 1), 200)
-    server.flush()
-    params = {"kv_policy": policy, "kv_policy_config": options}
-    reply = server.generate(prompt(40, 1), 200, custom_params=params)
+def check(reply: dict[str, Any], expected: Simulation, name: str) -> None:
+    assert len(set(expected.tokens)) > len(expected.tokens) / 3
     assert expected.kept
-    assert reply["tokens"] == expected.tokens
-    summary = reply["meta_info"]["kv_policy"]
-    assert summary["evictions"] == len(expected.kept)
-    assert expected.memory is not None
-    assert close(summary["recas"], expected.memory.report())
+    assert reply["tokens"] == expected.tokens, name
+    assert reply["logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
+    assert reply["meta_info"]["kv_policy"]["evictions"] == len(expected.kept)
+
+
+def test_tokens_and_logprobs(server: Server, model: PreTrainedModel, page_size: int) -> None:
+    """300 tokens under a budget of 64, with a prompt that stays in the tree or is copied."""
+    cases = [(policy, length) for policy in POLICIES for length in (20, 70)]
+    requests = [
+        Request(policy, prompt(length, seed)) for seed, (policy, length) in enumerate(cases)
+    ]
+    for request, reply in zip(requests, served(server, requests, 300), strict=True):
+        check(reply, request.simulate(model, page_size, 300), request.policy)
+        summary = reply["meta_info"]["kv_policy"]
+        prefix = "copy" if len(request.ids) == 70 else "pin"
+        shown = (summary["policy"], summary["budget"], summary["prefix"])
+        assert shown == (request.policy, BUDGET, prefix)
+        # The last token is never computed.
+        assert summary["logical_tokens"] == len(request.ids) + 299
+        assert summary["held_tokens"] + summary["evicted_tokens"] == summary["logical_tokens"]
+
+
+def test_rivals(server: Server, model: PreTrainedModel, page_size: int) -> None:
+    names = sorted(set(policies.POLICIES) - {*POLICIES, "recas", "beacon+recas"})
+    requests = [Request(name, prompt(30, 50 + index)) for index, name in enumerate(names)]
+    for request, reply in zip(requests, served(server, requests, 120), strict=True):
+        check(reply, request.simulate(model, page_size, 120), request.policy)
+
+
+def test_bounds_and_budgets(server: Server, model: PreTrainedModel, page_size: int) -> None:
+    """Signals, bounds, what they make of the budget, and what steps read: all the simulator's."""
+    requests = [
+        Request(policy, prompt(40, 70 + index), options)
+        for index, (policy, options) in enumerate(RECAS)
+    ]
+    for request, reply in zip(requests, served(server, requests, 200), strict=True):
+        expected = request.simulate(model, page_size, 200)
+        check(reply, expected, str(request.options))
+        assert expected.memory is not None
+        assert close(reply["meta_info"]["kv_policy"]["recas"], expected.memory.report())
 
 
 def test_where_nothing_may_be_dropped_nothing_is(server: Server) -> None:
