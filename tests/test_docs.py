@@ -26,5 +26,6 @@ def test_the_dashboard_asks_for_counters_that_exist() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
     asked = re.findall(r"sglang:kv_policy_(\w+)", json.dumps(dashboard))
     counters = {f"{counter.name}_total" for counter in fields(Counters)}
-    known = counters | {"held_tokens", "seen_tokens"}
+    bounds = {"delta_bar_bucket", "error_bound_bucket"}
+    known = counters | bounds | {"held_tokens", "seen_tokens"}
     assert set(asked) == known

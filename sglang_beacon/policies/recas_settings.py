@@ -29,8 +29,8 @@ class RecasSettings(SignalSettings):
         Share of calibrated bounds that may fail, in (0, 1).
     probe_interval : int
         Tokens from one probe of what an eviction would drop to the next.
-    residuals : int
-        Latest residuals that calibrate.
+    calibration_probes : int
+        Latest probes whose residuals, of all layers and heads, calibrate: few, since they drift.
     max_budget : int
         Up to where the budget may grow, in eighths of it; 0: twice the budget.
     selector : str
@@ -51,7 +51,7 @@ class RecasSettings(SignalSettings):
     epsilon: float = 0.02
     alpha: float = 0.1
     probe_interval: int = 64
-    residuals: int = 1024
+    calibration_probes: int = 16
     max_budget: int = 0
     selector: str = "auto"
     ladder: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -64,7 +64,7 @@ class RecasSettings(SignalSettings):
         require(0 < self.epsilon < MAX_TOKENS, "epsilon", "be positive")
         require(0 < self.evidence_cap < MAX_TOKENS, "evidence_cap", "be positive")
         require(0 < self.alpha < 1, "alpha", "lie between 0 and 1")
-        for name in ("probe_interval", "residuals", "sketch_rank"):
+        for name in ("probe_interval", "calibration_probes", "sketch_rank"):
             require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
         require(0 <= self.max_budget <= MAX_TOKENS, "max_budget", "not be negative")
         require(self.selector in SELECTORS, "selector", f"be one of {', '.join(SELECTORS)}")

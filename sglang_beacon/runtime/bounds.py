@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -83,7 +84,7 @@ class CalibratedDrop:
     alpha : float
         The share of bounds that may fail.
     window : int
-        How many of the latest residuals count.
+        How many of the latest observations count; all residuals of one are as new.
 
     Attributes
     ----------
@@ -104,7 +105,8 @@ class CalibratedDrop:
             raise ValueError(f"window must be at least 1, not {window}")
         self.alpha = alpha
         self.probes = self.covered = 0
-        self._latest: deque[float] = deque(maxlen=window)
+        self._window = window
+        self._latest: deque[list[float]] = deque()
         self._sorted: list[float] = []
 
     @property
@@ -118,14 +120,17 @@ class CalibratedDrop:
         """An upper bound on what was predicted."""
         return min(max(predicted + self.quantile, 0.0), 1.0)
 
-    def observe(self, predicted: float, true: float) -> None:
-        """Learn what a prediction should have been."""
-        self.probes += 1
-        self.covered += true <= self.bound(predicted)
-        if len(self._latest) == self._latest.maxlen:
-            del self._sorted[bisect_left(self._sorted, self._latest[0])]
-        self._latest.append(true - predicted)
-        insort(self._sorted, true - predicted)
+    def observe(self, predicted: Sequence[float], true: Sequence[float]) -> None:
+        """Learn what predictions should have been, all of one moment."""
+        pairs = list(zip(predicted, true, strict=True))
+        self.probes += len(pairs)
+        self.covered += sum(seen <= self.bound(guess) for guess, seen in pairs)
+        if len(self._latest) == self._window:
+            for residual in self._latest.popleft():
+                del self._sorted[bisect_left(self._sorted, residual)]
+        self._latest.append([seen - guess for guess, seen in pairs])
+        for residual in self._latest[-1]:
+            insort(self._sorted, residual)
 
     @property
     def coverage(self) -> float | None:

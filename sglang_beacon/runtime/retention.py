@@ -64,7 +64,7 @@ class Retention:
 
     def __init__(self, settings: RecasSettings, budget: int) -> None:
         self.settings = settings
-        self.calibration = CalibratedDrop(settings.alpha, settings.residuals)
+        self.calibration = CalibratedDrop(settings.alpha, settings.calibration_probes)
         self.expansions = self.evictions = self.unmet = 0
         self.largest = Drop(0.0, 0.0, 0.0)
         self.mean = 0.0
@@ -119,9 +119,8 @@ class Retention:
         """What an eviction after ``logical`` tokens drops at the most."""
         for true, predicted, gain in self._mailbox.collect(before=logical - 1):
             if self._forecast is not None and not true.isnan().any():
-                pairs = zip(self._forecast.predicted.flatten(), true.flatten(), strict=True)
-                for forecast, seen in pairs:
-                    self.calibration.observe(float(forecast), float(seen))
+                guesses = self._forecast.predicted.flatten().tolist()
+                self.calibration.observe(guesses, true.flatten().tolist())
             if not predicted.isnan().any():
                 self._forecast = Forecast(predicted, gain)
         quantile = self.calibration.quantile

@@ -186,7 +186,8 @@ class SketchSelector(Selector):
     name = "sketch"
 
     def __init__(self, layers: int, settings: RecasSettings) -> None:
-        self.calibration = CalibratedDrop(settings.alpha, settings.residuals)
+        # A probe is seen layer by layer.
+        self.calibration = CalibratedDrop(settings.alpha, settings.calibration_probes * layers)
         self._settings = settings
         self._mailbox = Mailbox()
         self._position = 0
@@ -207,8 +208,7 @@ class SketchSelector(Selector):
     def calibrate(self, position: int) -> None:
         self._position = position
         for predicted, true in self._mailbox.collect(before=position - 1):
-            for guess, seen in zip(predicted.flatten(), true.flatten(), strict=True):
-                self.calibration.observe(float(guess), float(seen))
+            self.calibration.observe(predicted.flatten().tolist(), true.flatten().tolist())
 
     def rank(self, query: Query, sizes: Sequence[int]) -> Ranking:
         projection, codes, scales = self._cover(query)

@@ -123,7 +123,7 @@ def test_an_anchor_at_rest_lives_by_its_evidence(name: str, evidence_weight: flo
         ("alpha", 1.0),
         ("alpha", 2),
         ("probe_interval", 0),
-        ("residuals", 0),
+        ("calibration_probes", 0),
         ("max_budget", -1),
         ("max_budget", HELD - 1),
         ("selector", "magic"),

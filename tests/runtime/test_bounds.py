@@ -109,7 +109,7 @@ def test_coverage_of_exchangeable_residuals(alpha: float) -> None:
     predicted = torch.rand(6000, generator=generator) * 0.2
     error = torch.distributions.Exponential(20.0).sample((6000,)) - 0.03
     for guess, off in zip(predicted.tolist(), error.tolist(), strict=True):
-        drop.observe(guess, min(max(guess + off, 0.0), 1.0))
+        drop.observe([guess], [min(max(guess + off, 0.0), 1.0)])
     assert drop.coverage is not None
     tolerance = 4 * math.sqrt(alpha * (1 - alpha) / drop.probes)
     # No more than what the discreteness of 200 residuals adds.
@@ -121,7 +121,7 @@ def test_the_finite_sample_correction() -> None:
     drop = CalibratedDrop(0.1, window=100)
     for n in range(9):
         assert drop.bound(0.2) == 1.0
-        drop.observe(0.2, 0.2 + n / 100)
+        drop.observe([0.2], [0.2 + n / 100])
     assert drop.quantile == pytest.approx(0.08)
     assert drop.bound(0.2) == pytest.approx(0.28)
     assert drop.coverage == 1.0
@@ -130,15 +130,26 @@ def test_the_finite_sample_correction() -> None:
 def test_old_residuals_are_forgotten() -> None:
     drop = CalibratedDrop(0.5, window=3)
     for true in (0.9, 0.9, 0.9, 0.1, 0.1, 0.1):
-        drop.observe(0.0, true)
+        drop.observe([0.0], [true])
     assert drop.quantile == pytest.approx(0.1)
     assert drop.probes == 6
+
+
+def test_residuals_of_one_moment_come_and_go_together() -> None:
+    drop = CalibratedDrop(0.25, window=2)
+    for true in ([0.9, 0.8, 0.7], [0.3, 0.2], [0.1, 0.1, 0.1]):
+        drop.observe([0.0] * len(true), true)
+    # Of 0.1, 0.1, 0.1, 0.2 and 0.3 the fifth.
+    assert drop.quantile == pytest.approx(0.3)
+    assert drop.probes == 8
+    # The first moment had no bound yet, which is the bound 1; then 0.9 and 0.9 held.
+    assert drop.covered == 8
 
 
 def test_bounds_are_shares() -> None:
     drop = CalibratedDrop(0.5, window=10)
     for _ in range(5):
-        drop.observe(0.9, 0.2)
+        drop.observe([0.9], [0.2])
     assert drop.bound(0.5) == 0.0
     assert CalibratedDrop(0.5, window=10).coverage is None
 
