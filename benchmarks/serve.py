@@ -3,6 +3,7 @@
     python -m benchmarks.serve overhead   # a policy that never has to evict, per decode step
     python -m benchmarks.serve pool       # a pool too small for what the requests will say
     python -m benchmarks.serve length     # step time against how much a request has seen
+    python -m benchmarks.serve methods    # step time of one request, by method, at one budget
 
 What limits a decode step is reading: the weights once, and each request's held tokens. A policy
 adds one vector copy per layer and request, FPS every 16 tokens and a scoring every eighth of a
@@ -73,10 +74,43 @@ def length(args: argparse.Namespace) -> None:
     compare(args, "serve", "length", setup, servers, measure)
 
 
+def methods(args: argparse.Namespace) -> None:
+    """Step time of one request that has seen 2,000 tokens, by method, on one server."""
+    budget, seen, steps = 512, 2000, 120
+    fixed = {"max_budget": budget, "epsilon": 0.1}
+    variants: dict[str, dict[str, Any]] = {
+        "none": {"kv_policy": "none"},
+        **{name: {"kv_policy": name} for name in ("streaming", "beacon", "h2o")},
+        **{
+            f"recas_{selector}": {"kv_policy_config": {**fixed, "selector": selector}}
+            for selector in ("none", "exact", "pages", "sketch")
+        },
+        "beacon+recas": {"kv_policy": "beacon+recas", "kv_policy_config": fixed},
+    }
+
+    def measure(server: Server, seed: int) -> Row:
+        row = {}
+        for name, params in variants.items():
+            job = {"input_ids": prompt(seen, seed), "max_new_tokens": steps + 9}
+            gaps = token_gaps_ms(server, {**job, "custom_params": params})[8:]
+            row[f"step_ms_{name}"] = statistics.median(gaps)
+        return row
+
+    servers = {
+        "recas": [
+            "--max-total-tokens", "6000", "--kv-budget", str(budget), "--disable-radix-cache",
+            "--kv-policy", "recas",
+        ]
+    }  # fmt: skip
+    setup = {"budget": budget, "seen": seen, "steps": steps}
+    compare(args, "serve", "methods", setup, servers, measure)
+
+
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
     "overhead": overhead,
     "pool": pool,
     "length": length,
+    "methods": methods,
 }
 
 
@@ -98,7 +132,7 @@ def step_ms(server: Server, jobs: list[dict[str, Any]]) -> float:
 
 def token_gaps_ms(server: Server, job: dict[str, Any]) -> list[float]:
     """Milliseconds between the tokens of one streamed request."""
-    stamps = [time.perf_counter() for _ in server.stream(job["input_ids"], job["max_new_tokens"])]
+    stamps = [time.perf_counter() for _ in server.stream(**job)]
     return [1e3 * (after - before) for before, after in pairwise(stamps)]
 
 

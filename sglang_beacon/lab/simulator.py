@@ -33,6 +33,9 @@ class Simulator:
         Of the server to agree with.
     """
 
+    # Of an experiment that looks into the steps.
+    run_class: type[Run] = Run
+
     def __init__(self, model: PreTrainedModel, config: KVPolicyConfig, page_size: int = 1) -> None:
         self.model = model
         self.config = config
@@ -73,7 +76,7 @@ class Simulator:
             what the tree still has: the prompt and, once the request has left the tree, what it
             had said before.
         """
-        run = Run(self, len(prompt), prompt_in_tree)
+        run = self.run_class(self, len(prompt), prompt_in_tree)
         with run.attending():
             logits = run.compute(prompt, cached, seed, chunk_size)
             while True:

@@ -54,8 +54,9 @@ class ActiveSet:
 
     Attributes
     ----------
-    counts : list of Tensor [H_kv] int64
-        Tokens that each layer and head read in the newest step.
+    counts, errors : list of Tensor [H_kv] int64, list of Tensor [] float32
+        Tokens that each layer and head read in the newest step, and the bound on each layer's
+        relative error.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ActiveSet:
         self._mailbox = Mailbox()
         self._layers = layers
         self.counts: list[torch.Tensor | None] = [None] * layers
+        self.errors: list[torch.Tensor | None] = [None] * layers
         self._weights: list[torch.Tensor | None] = [None] * layers
         self._steps = 0
         # Sums of ratio, mass and excess over layers and steps; the largest mass and error.
@@ -156,7 +158,7 @@ class ActiveSet:
         self.counts[layer] = counts
         self._weights[layer] = weights if sizes else attended.weights[0]
         output = attended.output[0]
-        self._tally(counts, held, delta, value_norm, output)
+        self.errors[layer] = self._tally(counts, held, delta, value_norm, output)
         return output
 
     def _usable_sizes(self, held: int) -> Sequence[int]:
@@ -178,14 +180,15 @@ class ActiveSet:
         delta: torch.Tensor,
         value_norm: torch.Tensor,
         output: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
         group = len(output) // len(delta)
         bound = 2 * math.sqrt(group) * (value_norm * delta).norm()
-        error = bound / output.float().norm().clamp(min=1e-30)
+        error: torch.Tensor = bound / output.float().norm().clamp(min=1e-30)
         ratio = counts.double().mean() / held
         excess = error > self._settings.epsilon
         self._sums += torch.stack((ratio, delta.double().mean(), excess.double()))
         self._largest = torch.maximum(self._largest, torch.stack((delta.max(), error)))
+        return error
 
     def _take_report(self, position: int) -> None:
         for numbers in self._mailbox.collect(before=position - 1):
