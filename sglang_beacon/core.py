@@ -56,10 +56,14 @@ class RequestLengths:
 
 
 class BufferShape(NamedTuple):
-    """Rows of a query buffer: ``n_beacon`` chosen by FPS, then ``n_recent`` newest."""
+    """Rows of a query buffer: ``n_beacon`` chosen ones, then ``n_recent`` newest.
+
+    Chosen by FPS, or the first ones of the request unless ``farthest``.
+    """
 
     n_beacon: int
     n_recent: int
+    farthest: bool = True
 
     @property
     def rows(self) -> int:

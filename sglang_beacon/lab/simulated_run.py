@@ -111,7 +111,7 @@ class Run:
             layers = len(self.sim.layers)
             self.state.memory.begin(layers, self.num_heads, self.num_kv_heads, "exact", "cpu")
         if self.state.shape is not None:
-            usable = seed is not None and cached > 0
+            usable = seed is not None and cached > 0 and self.state.shape.farthest
             self.state.seed(self._new_buffer(), seed.within(cached) if usable else None)
         bounds = [*range(cached, len(tokens), chunk_size or len(tokens)), len(tokens)]
         for begin, end in pairwise(bounds):

@@ -7,6 +7,7 @@ from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
 from sglang_beacon.policies.beacon_recas import BeaconRecasPolicy
 from sglang_beacon.policies.h2o import H2OPolicy
+from sglang_beacon.policies.initial_recent import InitialRecentPolicy
 from sglang_beacon.policies.keydiff import KeyDiffPolicy
 from sglang_beacon.policies.random import RandomPolicy
 from sglang_beacon.policies.recas import RecasPolicy
@@ -24,6 +25,7 @@ POLICIES: dict[str, type[Policy]] = {
         RecasPolicy,
         BeaconRecasPolicy,
         H2OPolicy,
+        InitialRecentPolicy,
         KeyDiffPolicy,
         RKVPolicy,
         RPCPolicy,

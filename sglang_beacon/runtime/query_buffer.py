@@ -72,7 +72,7 @@ class QueryBuffer:
         new = queries.transpose(0, 1).to(self.rows.dtype)
         chosen = min(observed, self.shape.n_beacon)
         queries = torch.cat((self.rows[layer, :, :chosen], new), dim=1)
-        index = ops.farthest_point_sample(queries, self.shape.n_beacon).sort(-1).values
+        index = self._choose(queries)
         beacons = queries.gather(1, index.unsqueeze(-1).expand(*index.shape, queries.shape[-1]))
         kept = torch.cat((beacons, new[:, new.shape[1] - recent :]), dim=1)
         self.rows[layer, :, : kept.shape[1]] = kept
@@ -82,10 +82,23 @@ class QueryBuffer:
         )
         self.positions[layer, :, : index.shape[1]] = place.gather(1, index)
 
+    def _choose(self, queries: torch.Tensor) -> torch.Tensor:
+        """Which of queries [H_q, n, D] stay, in their order."""
+        if self.shape.farthest:
+            return ops.farthest_point_sample(queries, self.shape.n_beacon).sort(-1).values
+        first = torch.arange(min(self.shape.n_beacon, queries.shape[1]), device=queries.device)
+        return first.expand(queries.shape[0], -1)
+
     def append(self, row: int, queries: torch.Tensor) -> None:
         """Write one token's queries [num_layers, H_q, D] to a row."""
         self.rows[:, :, row] = queries
 
     def compress(self, fold: Fold) -> None:
         """Fold the rows of every layer and head, in place; the chosen ones keep their order."""
-        ops.query_fold(self.rows, fold.filled, self.shape.n_beacon, fold.carried)
+        count = self.shape.n_beacon
+        if self.shape.farthest:
+            ops.query_fold(self.rows, fold.filled, count, fold.carried)
+            return
+        begin = min(fold.filled, count)
+        newest = self.rows[:, :, fold.filled - fold.carried : fold.filled].clone()
+        self.rows[:, :, begin : begin + fold.carried] = newest

@@ -158,8 +158,9 @@ class PolicyWorker:
         """Append the queries of a decode step to their requests' buffers, or keep a prompt's."""
         for stretch in self.stretches:
             # All layers have chosen theirs: they can go where the prefix tree keeps them.
-            observes = stretch.state.buffer is not None
-            if observes and stretch.ends_prompt and self.tree_takes_prompts:
+            shape = stretch.state.shape
+            travels = shape is not None and shape.farthest and self.tree_takes_prompts
+            if travels and stretch.ends_prompt:
                 stretch.state.beacons = stretch.state.prompt_beacons()
         if not batch.forward_mode.is_decode():
             self.memory.after_prefill(batch)
@@ -208,7 +209,9 @@ class PolicyWorker:
             if state.policy is None:
                 continue
             if state.shape is not None and state.buffer is None:
-                cached = batch.tree_cache.beacons_for(req, state.shape.n_beacon) if prefix else None
+                cached = None
+                if prefix and state.shape.farthest:
+                    cached = batch.tree_cache.beacons_for(req, state.shape.n_beacon)
                 state.seed(self._new_buffer(state.shape), cached and cached.to(self.device))
             if state.memory is not None and state.memory.signals is None:
                 self.memory.begin(state.memory)

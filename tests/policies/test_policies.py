@@ -292,7 +292,7 @@ def test_beacon_aggregations_differ() -> None:
 
 def test_registry() -> None:
     assert list(POLICY_NAMES) == ["none", *POLICIES]
-    rivals = {"h2o", "keydiff", "rkv", "rpc", "scissorhands", "snapkv", "tova"}
+    rivals = {"h2o", "initial_recent", "keydiff", "rkv", "rpc", "scissorhands", "snapkv", "tova"}
     assert set(POLICIES) == {"beacon", "recas", "beacon+recas", "streaming", "random"} | rivals
     assert policies.create(KVPolicyConfig()) is None
     for name, cls in POLICIES.items():
