@@ -30,7 +30,7 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
 from sglang_beacon.lab.trace_run import Outcome, TraceRun
 
-# What stays of a trace: the published share.
+# Of a trace's tokens: never more than the published share stays.
 SHARE = 0.345
 KEEP_RATIO = 15 / 16
 QUICK = TraceConfig(shortest=2048, longest=2560)
@@ -39,7 +39,7 @@ LADDER = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 SIGNALS: dict[str, Any] = {"note_every": 4}
 STRIDE = 64
 UNBOUNDED: dict[str, Any] = {**SIGNALS, "epsilon": 1e6, "selector": "none"}
-BOUNDED: dict[str, Any] = {**SIGNALS, "epsilon": 0.05, "selector": "exact", "ladder": LADDER}
+BOUNDED: dict[str, Any] = {**SIGNALS, "epsilon": 0.02, "selector": "exact", "ladder": LADDER}
 # Policy, options, and sinks that are never evicted.
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
     "full": ("none", {}, 4),
