@@ -124,7 +124,9 @@ def latency(config: TraceConfig, seeds: int, heads: int = 8, queries: int = 24) 
             weights = memory.active.take_weights()
             assert weights is not None
             begin = time.perf_counter()
-            memory.signals.note(weights[:, :1], len(keys), 1.0, memory.revisits, 8.0)
+            memory.signals.note(
+                weights[:, :1], len(keys), 1.0, memory.revisits, memory.settings.significance
+            )
             # One head's; the others' cost the same.
             noted.append((time.perf_counter() - begin) * heads / memory.settings.note_every)
         times = [statistics.median(each) * 1e3 for each in (full, sparse, noted)]

@@ -39,21 +39,18 @@ class WatchedRun(Run):
         self,
         memory: Memory,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
-        output = super()._attend_sparsely(memory, layer, query, key, value)
-        index = self.visible[layer][..., None].expand(-1, -1, key.shape[-1])
-        keys, values = (each[0].gather(1, index) for each in (key, value))
-        grouped = query[0, :, 0].view(self.num_kv_heads, -1, query.shape[-1])
-        weights = (grouped @ keys.transpose(1, 2) * self.scale).softmax(-1)
-        full = (weights @ values).flatten(0, 1)
+        output = super()._attend_sparsely(memory, layer, queries, keys, values)
+        grouped = queries.view(self.num_kv_heads, -1, queries.shape[-1])
+        weights = (grouped @ keys.permute(1, 2, 0) * self.scale).softmax(-1)
+        full = (weights @ values.transpose(0, 1)).flatten(0, 1)
         assert memory.active is not None
         bound = memory.active.errors[layer]
         assert bound is not None
-        own = output[0, :, 0]
-        WatchedRun.true.append(float((own - full).norm() / own.norm()))
+        WatchedRun.true.append(float((output - full).norm() / output.norm()))
         WatchedRun.bound.append(float(bound))
         return output
 

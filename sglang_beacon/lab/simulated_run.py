@@ -14,7 +14,7 @@ from transformers import AttentionInterface, DynamicCache
 from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
 from sglang_beacon.ops.rope import rotate
 from sglang_beacon.runtime.beacon_store import Beacons
-from sglang_beacon.runtime.compactor import carry_out, observe
+from sglang_beacon.runtime.compactor import carry_out, choose
 from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.request import RequestState
@@ -150,20 +150,19 @@ class Run:
         logits = self._forward(self.result.tokens[-1:])
         self.decoding = False
         self.result.held.append(self.visible[0].shape[1])
+        queries = torch.stack([each[0] for each in self.queries])
         if memory is not None:
             position = self.length - 1
             memory.after_token(
                 self._cached_keys(),
                 self._pools("values"),
-                rotate(torch.stack(self.queries)[:, 0], torch.tensor([position]), self.sim.table),
+                rotate(queries, torch.tensor([position]), self.sim.table),
                 torch.tensor(self.result.tokens[-1]),
                 position,
                 self.scale,
             )
         if self.state.buffer is not None:
-            self.state.buffer.append(
-                self.state.after_token(), torch.stack([q[0] for q in self.queries])
-            )
+            self.state.buffer.append(self.state.after_token(), queries)
         if self.state.policy is not None:
             self._follow_plan()
         return logits
@@ -181,14 +180,20 @@ class Run:
 
     def _choose(self, eviction: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
         state = self.state
-        seen = observe(self.sim.table, self.scale, eviction, phase, state.buffer, state.memory)
-        assert self.sim.policy is not None
-        keep = self.sim.policy.keep(self._cached_keys(), seen, eviction)
-        if state.memory is not None:
-            if probe:
-                state.memory.probe(eviction, keep)
-                return
-            state.memory.note_eviction(eviction, keep)
+        assert state.policy is not None
+        keep = choose(
+            state.policy,
+            self._cached_keys(),
+            self.sim.table,
+            self.scale,
+            eviction,
+            phase,
+            state.buffer,
+            state.memory,
+            probe,
+        )
+        if keep is None:
+            return
         pinned = torch.arange(eviction.pinned).expand(*keep.shape[:2], -1)
         kept = torch.stack(self.visible).gather(2, torch.cat((pinned, keep), dim=2))
         self.visible = list(kept)
@@ -238,7 +243,10 @@ class Run:
         num_new, num_cached = query.shape[2], key.shape[2]
         memory = self.state.memory
         if self.decoding and memory is not None and memory.active is not None:
-            output = self._attend_sparsely(memory, module.layer_idx, query, key, value)
+            visible = self.visible[module.layer_idx]
+            keys, values = (_visible(each, visible).transpose(0, 1) for each in (key, value))
+            output = self._attend_sparsely(memory, module.layer_idx, query[0, :, 0], keys, values)
+            output = output[None, :, None]
             self._note_output(module.layer_idx, output)
             return output.transpose(1, 2), None
         position = torch.arange(num_cached)
@@ -260,25 +268,13 @@ class Run:
         self,
         memory: Memory,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
-        assert memory.active is not None
-        assert memory.signals is not None
-        keys, values = (
-            _visible(each, self.visible[layer]).transpose(0, 1) for each in (key, value)
-        )
-        return memory.active.attend(
-            layer,
-            query[0, :, 0],
-            keys,
-            values,
-            torch.arange(len(keys)),
-            self.scale,
-            memory.signals.value_norm[layer],
-            memory.norms[layer],
-        )[None, :, None]
+        """Attention of queries [H, D] over an active set of keys and values [held, H_kv, D]."""
+        slots = torch.arange(len(keys))
+        return memory.attend(layer, queries, keys, values, slots, self.scale)
 
     def _note_output(self, layer: int, output: torch.Tensor) -> None:
         memory = self.state.memory

@@ -16,7 +16,7 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
 from sglang_beacon.lab.reasoning_trace import DIM, Trace
 from sglang_beacon.ops.rope import RopeTable
-from sglang_beacon.runtime.compactor import carry_out, observe
+from sglang_beacon.runtime.compactor import carry_out, choose
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.request import RequestState
 
@@ -147,13 +147,12 @@ class TraceRun:
 
     def _choose(self, plan: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
         assert self.policy is not None
-        seen = observe(self.rope, 1.0, plan, phase, self.state.buffer, self.memory)
-        keep = self.policy.keep(self._cache(), seen, plan)
-        if self.memory is not None:
-            if probe:
-                self.memory.probe(plan, keep)
-                return
-            self.memory.note_eviction(plan, keep)
+        buffer, memory = self.state.buffer, self.memory
+        keep = choose(
+            self.policy, self._cache(), self.rope, 1.0, plan, phase, buffer, memory, probe
+        )
+        if keep is None:
+            return
         self.held = self.held[keep[0, 0]]
         self.present[:] = False
         self.present[self.held] = True
@@ -171,20 +170,11 @@ class TraceRun:
         expected = weights @ self.values[: position + 1, 0]
         read = len(self.held)
         active = self.memory.active if self.memory is not None else None
-        if active is None or self.memory is None or self.memory.signals is None:
+        if active is None or self.memory is None:
             output = whole[self.held].softmax(0) @ self.values[self.held, 0]
         else:
             active.begin(position)
-            output = active.attend(
-                0,
-                query[None],
-                self.keys,
-                self.values,
-                self.held,
-                1.0,
-                self.memory.signals.value_norm[0],
-                self.memory.norms[0],
-            )[0]
+            output = self.memory.attend(0, query[None], self.keys, self.values, self.held, 1.0)[0]
             read = int(active.counts[0][0])
         if self.memory is not None:
             self.memory.norms[0] = output.norm()

@@ -66,16 +66,26 @@ def beacon_score(
     )
 
 
-def _score(
-    keys: torch.Tensor, queries: torch.Tensor, visible: torch.Tensor, scale: float, aggregation: str
+def observed_weights(
+    keys: torch.Tensor, queries: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Scores [H_kv, N] of one layer's keys [H_kv, N, D] under queries [H_q, R, D]."""
+    """Weights [H_kv, group * R, N] that queries [H_q, R, D] give to one layer's keys [H_kv, N, D].
+
+    Query r sees keys ``[0, visible[r])``.
+    """
     num_kv_heads, num_keys, head_dim = keys.shape
     group = queries.shape[0] // num_kv_heads
     grouped = queries.float().reshape(num_kv_heads, group * queries.shape[1], head_dim)
     logits = (grouped @ keys.float().transpose(1, 2)) * scale
     hidden = torch.arange(num_keys, device=keys.device) >= visible.repeat(group)[:, None]
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def _score(
+    keys: torch.Tensor, queries: torch.Tensor, visible: torch.Tensor, scale: float, aggregation: str
+) -> torch.Tensor:
+    """Scores [H_kv, N] of one layer's keys [H_kv, N, D] under queries [H_q, R, D]."""
+    weights = observed_weights(keys, queries, visible, scale)
     if aggregation == "max":
         return weights.amax(1)
     if aggregation == "mean":

@@ -7,14 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import CachedKeys, Observations
 from sglang_beacon.policies.beacon import BeaconPolicy
-from sglang_beacon.policies.recas import normalised, settings_of
-from sglang_beacon.policies.recas_settings import RecasSettings
+from sglang_beacon.policies.recas import RecasPolicy
 
 
-class BeaconRecasPolicy(BeaconPolicy):
+class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
     """Keep what beacons attend to, and what has been revisited.
 
     The score is ``BeaconKV's + evidence_weight g``: beacons foretell revisits that have not
@@ -28,21 +26,9 @@ class BeaconRecasPolicy(BeaconPolicy):
     """
 
     name: ClassVar[str] = "beacon+recas"
-    defaults: ClassVar[Mapping[str, Any]] = {**BeaconPolicy.defaults, **RecasSettings.defaults()}
-
-    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
-        super().__init__(config, page_size)
-        self._recas = settings_of(self)
-
-    @property
-    def recas(self) -> RecasSettings:
-        return self._recas
+    defaults: ClassVar[Mapping[str, Any]] = {**BeaconPolicy.defaults, **RecasPolicy.defaults}
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
         assert observations.signals is not None
-        evidence = normalised(
-            observations.signals.evidence.clamp(max=self._recas.evidence_cap),
-            self.config.n_prefix,
-            self.config.n_recent,
-        )
-        return super().score(cache, observations) + self._recas.evidence_weight * evidence
+        foretold = BeaconPolicy.score(self, cache, observations)
+        return foretold + self._weighted_evidence(observations.signals)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.core import CachedKeys, Observations
+from sglang_beacon.core import CachedKeys, Observations, TokenSignals
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.recas_settings import RecasSettings
 
@@ -33,7 +33,13 @@ class RecasPolicy(Policy):
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
-        self._recas = settings_of(self)
+        self._recas = RecasSettings.of(self.options)
+        most = self._recas.max_budget
+        if most and most < config.budget:
+            raise ConfigError(
+                f"max_budget {most} in --kv-policy-config must not be below --kv-budget "
+                f"{config.budget}."
+            )
 
     @property
     def recas(self) -> RecasSettings:
@@ -45,26 +51,14 @@ class RecasPolicy(Policy):
         return (
             self._recas.relevance_weight * self._normalised(signals.relevance)
             + self._recas.history_weight * self._normalised(signals.history)
-            + self._recas.evidence_weight
-            * self._normalised(signals.evidence.clamp(max=self._recas.evidence_cap))
+            + self._weighted_evidence(signals)
         )
+
+    def _weighted_evidence(self, signals: TokenSignals) -> torch.Tensor:
+        evidence = signals.evidence.clamp(max=self._recas.evidence_cap)
+        return self._recas.evidence_weight * self._normalised(evidence)
 
     def _normalised(self, signal: torch.Tensor) -> torch.Tensor:
-        return normalised(signal, self.config.n_prefix, self.config.n_recent)
-
-
-def settings_of(policy: Policy) -> RecasSettings:
-    """Check a policy's RECAS options, also against its budget."""
-    settings = RecasSettings.of(policy.options)
-    if settings.max_budget and settings.max_budget < policy.config.budget:
-        raise ConfigError(
-            f"max_budget {settings.max_budget} in --kv-policy-config must not be below --kv-budget "
-            f"{policy.config.budget}."
-        )
-    return settings
-
-
-def normalised(signal: torch.Tensor, n_prefix: int, n_recent: int) -> torch.Tensor:
-    """Divide a signal [layers, H_kv, N] by its largest value among tokens that may be evicted."""
-    largest = signal[..., n_prefix : signal.shape[-1] - n_recent].amax(-1, keepdim=True)
-    return signal / largest.clamp(min=1e-30)
+        """Divide a signal [layers, H_kv, N] by its largest value among what may be evicted."""
+        begin, end = self.config.n_prefix, signal.shape[-1] - self.config.n_recent
+        return signal / signal[..., begin:end].amax(-1, keepdim=True).clamp(min=1e-30)

@@ -75,6 +75,10 @@ class RecasSettings(SignalSettings):
             "be a list of increasing sizes in tokens",
         )
 
+    def limit(self, budget: int) -> int:
+        """Up to where a budget may grow."""
+        return self.max_budget or 2 * budget
+
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Every option of ``--kv-policy-config`` with its default."""

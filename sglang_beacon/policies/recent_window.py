@@ -10,13 +10,17 @@ import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
 from sglang_beacon.core import BufferShape, CachedKeys, Observations
+from sglang_beacon.ops.beacon_score import observed_weights
 from sglang_beacon.policies.base import Policy
 
 MAX_WINDOW = 1024
 
 
 class RecentWindowPolicy(Policy):
-    """Observes the last ``window`` queries, and never evicts their tokens."""
+    """Observes the last ``window`` queries, and never evicts their tokens.
+
+    A ``kernel`` among the options is the width of a pooling.
+    """
 
     defaults: ClassVar[Mapping[str, Any]] = {"window": 32}
 
@@ -24,6 +28,9 @@ class RecentWindowPolicy(Policy):
         super().__init__(config, page_size)
         if not 1 <= self.observes.n_recent <= MAX_WINDOW:
             raise ConfigError(f"window in --kv-policy-config must lie between 1 and {MAX_WINDOW}.")
+        kernel = self.options.get("kernel", 1)
+        if kernel < 1 or kernel % 2 == 0:
+            raise ConfigError("kernel in --kv-policy-config must be a positive odd number.")
 
     @property
     def observes(self) -> BufferShape:
@@ -58,12 +65,9 @@ def attention_weights(cache: CachedKeys, observations: Observations) -> Iterator
     assert queries is not None
     assert visible is not None
     layers, kv_heads, held = cache.shape
-    hidden = torch.arange(held, device=visible.device) >= visible[:, None]
     for index in range(layers):
-        keys = cache.layer(index).float()
-        grouped = queries[index].view(kv_heads, -1, *queries.shape[2:])
-        logits = grouped @ keys[:, None].transpose(2, 3) * observations.scale
-        yield logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = observed_weights(cache.layer(index), queries[index], visible, observations.scale)
+        yield weights.view(kv_heads, -1, len(visible), held)
 
 
 def pooled(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
@@ -74,9 +78,3 @@ def pooled(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
     return torch.nn.functional.avg_pool1d(
         scores, kernel, stride=1, padding=kernel // 2, count_include_pad=False
     )
-
-
-def check_kernel(kernel: int) -> None:
-    """Refuse a pooling width that would shift scores."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ConfigError("kernel in --kv-policy-config must be a positive odd number.")

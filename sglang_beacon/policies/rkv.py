@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.policies.recent_window import RecentWindowPolicy, check_kernel, pooled
+from sglang_beacon.policies.recent_window import RecentWindowPolicy, pooled
 
 
 class RKVPolicy(RecentWindowPolicy):
@@ -35,7 +35,6 @@ class RKVPolicy(RecentWindowPolicy):
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
-        check_kernel(self.options["kernel"])
         if not 0 <= self.options["mix"] <= 1:
             raise ConfigError("mix in --kv-policy-config must lie between 0 and 1.")
 

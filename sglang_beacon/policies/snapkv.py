@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sglang_beacon.config import KVPolicyConfig
-from sglang_beacon.policies.recent_window import RecentWindowPolicy, check_kernel, pooled
+from sglang_beacon.policies.recent_window import RecentWindowPolicy, pooled
 
 
 class SnapKVPolicy(RecentWindowPolicy):
@@ -24,10 +23,6 @@ class SnapKVPolicy(RecentWindowPolicy):
 
     name: ClassVar[str] = "snapkv"
     defaults: ClassVar[Mapping[str, Any]] = {**RecentWindowPolicy.defaults, "kernel": 7}
-
-    def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
-        super().__init__(config, page_size)
-        check_kernel(self.options["kernel"])
 
     def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return pooled(weights.sum(2).mean(1), self.options["kernel"], "max")

@@ -13,6 +13,7 @@ import torch
 
 from sglang_beacon import ops
 from sglang_beacon.policies.recas_settings import RecasSettings
+from sglang_beacon.runtime.bounds import output_error
 from sglang_beacon.runtime.mailbox import Mailbox
 from sglang_beacon.runtime.selectors import Query, Selector
 
@@ -142,7 +143,7 @@ class ActiveSet:
             query = Query(layer, queries, k_pool, slots, scale, self._forced(held, slots.device))
             order, drop, weights = self.selector.rank(query, sizes)
             tolerance = self._settings.epsilon * norms.norm() / math.sqrt(len(queries))
-            fits = 2 * value_norm[:, None] * drop <= tolerance
+            fits = output_error(value_norm[:, None], drop) <= tolerance
             steps = torch.tensor([*sizes, held], device=slots.device)
             choice = torch.where(fits.any(1), fits.int().argmax(1), len(sizes))
             counts = steps[choice]
@@ -182,7 +183,7 @@ class ActiveSet:
         output: torch.Tensor,
     ) -> torch.Tensor:
         group = len(output) // len(delta)
-        bound = 2 * math.sqrt(group) * (value_norm * delta).norm()
+        bound = math.sqrt(group) * output_error(value_norm, delta).norm()
         error: torch.Tensor = bound / output.float().norm().clamp(min=1e-30)
         ratio = counts.double().mean() / held
         excess = error > self._settings.epsilon

@@ -102,18 +102,41 @@ def observe(
     return Observations(position, plan.prompt_tokens, scale, queries, visible, signals)
 
 
+def choose(
+    policy: Policy,
+    keys: CachedKeys,
+    rope: RopeTable,
+    scale: float,
+    plan: EvictionPlan,
+    phase: ObservationPhase,
+    buffer: QueryBuffer | None,
+    memory: Memory | None,
+    probe: bool,
+) -> torch.Tensor | None:
+    """What an eviction keeps, as `Policy.keep` says; None if it is a probe, and nothing moves.
+
+    What is remembered of the tokens follows.
+    """
+    keep = policy.keep(keys, observe(rope, scale, plan, phase, buffer, memory), plan)
+    if probe:
+        assert memory is not None
+        memory.probe(plan, keep)
+        return None
+    if memory is not None:
+        memory.note_eviction(plan, keep)
+    return keep
+
+
 def _choose(
     work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase, probe: bool
 ) -> None:
     assert work.source is not None
-    observations = observe(cache.rope, cache.scale, plan, phase, work.buffer, work.memory)
-    keep = work.policy.keep(CachedKeys(cache.keys, work.source), observations, plan)
-    if probe:
-        assert work.memory is not None
-        work.memory.probe(plan, keep)
+    keys = CachedKeys(cache.keys, work.source)
+    keep = choose(
+        work.policy, keys, cache.rope, cache.scale, plan, phase, work.buffer, work.memory, probe
+    )
+    if keep is None:
         return
-    if work.memory is not None:
-        work.memory.note_eviction(plan, keep)
     assert work.target is not None
     # Tokens of a request that leaves the tree move from before its own slots into those.
     forward = not plan.detach

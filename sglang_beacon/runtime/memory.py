@@ -128,6 +128,21 @@ class Memory:
         if self.active is not None:
             self.active.end(position)
 
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        slots: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of one layer over the active set [H_q, D]; see `ActiveSet.attend`."""
+        assert self.active is not None
+        assert self.signals is not None
+        norms = self.signals.value_norm[layer], self.norms[layer]
+        return self.active.attend(layer, queries, k_pool, v_pool, slots, scale, *norms)
+
     def note_eviction(self, plan: EvictionPlan, keep: torch.Tensor) -> None:
         """Follow an eviction that keeps ``keep`` [layers, H_kv, plan.kept]."""
         assert self.signals is not None

@@ -69,7 +69,7 @@ class Retention:
         self.largest = Drop(0.0, 0.0, 0.0)
         self.mean = 0.0
         self._step = max(budget // STEPS, 1)
-        self._limit = settings.max_budget or 2 * budget
+        self._limit = settings.limit(budget)
         self._mailbox = Mailbox()
         self._forecast: Forecast | None = None
         # On the device: what the latest probe would have evicted, by row position.

@@ -36,8 +36,8 @@ class Query(NamedTuple):
     scale: float
     forced: torch.Tensor
 
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention weights [H_kv, N], the largest of each group, and lse [H_q]."""
+    def weights(self) -> torch.Tensor:
+        """Exact attention weights [H_kv, N], the largest of each group."""
         heads, count = self.k_pool.shape[1], len(self.slots)
         counts = torch.full((1, heads), count, device=self.slots.device)
         weighed = ops.key_weights(
@@ -47,7 +47,7 @@ class Query(NamedTuple):
             counts,
             self.scale,
         )
-        return weighed.weights[0], weighed.lse[0]
+        return weighed.weights[0]
 
 
 class Ranking(NamedTuple):
@@ -93,7 +93,7 @@ class ExactSelector(Selector):
         return tokens
 
     def rank(self, query: Query, sizes: Sequence[int]) -> Ranking:
-        weights, _ = query.weights()
+        weights = query.weights()
         return _ranked(weights, query.forced, sizes)._replace(weights=weights)
 
 
@@ -227,7 +227,7 @@ class SketchSelector(Selector):
         )[0]
         ranking = _ranked(logits.softmax(-1), query.forced, sizes)
         if self._position % self._settings.probe_interval == 0:
-            weights, _ = query.weights()
+            weights = query.weights()
             true = _tails(weights.gather(1, ranking.order), sizes)
             self._mailbox.send(self._position, torch.stack((ranking.drop, true)))
         drop = (ranking.drop + self.calibration.quantile).clamp(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class MemoryWorker:
         self,
         model: RotaryAttention,
         req_to_token: torch.Tensor,
-        view: Callable[[], KVView],
+        cache: KVView,
         captured_rows: int,
         device: torch.device | str,
         is_used: bool,
@@ -52,13 +52,12 @@ class MemoryWorker:
         self.is_used = is_used
         self._model = model
         self._req_to_token = req_to_token
-        self._view = view
+        self._cache = cache
         self._selector = "none" if captured_rows else "exact"
         self._device = device
         rows = captured_rows if is_used else 0
         self._norms = StepStage(model.num_layers, (model.query_heads,), rows, torch.float32, device)
         self._rows: list[Row] = []
-        self._cache = view() if is_used else None
         # Newest rotated queries [n, H_q, D] of each layer, by request.
         self._prompts: dict[int, list[torch.Tensor]] = {}
         self._short: ForwardBatch | None = None
@@ -99,7 +98,7 @@ class MemoryWorker:
     def after_decode(self, batch: ScheduleBatch, queries: torch.Tensor) -> None:
         """Take in a decode step; ``queries`` [layers, rows, H_q, D] are all of it, rotated."""
         norms = self._norms.take()
-        if norms is None or self._cache is None:
+        if norms is None:
             return
         for row in self._rows:
             row.memory.norms.copy_(norms[:, row.index])
@@ -115,14 +114,13 @@ class MemoryWorker:
     def after_prefill(self, batch: ScheduleBatch) -> None:
         """Take in a stretch of every prompt."""
         for row in self._rows:
-            if self._cache is not None:
-                row.memory.after_prefill(
-                    CachedKeys(self._cache.keys, row.slots),
-                    self._cache.values,
-                    torch.stack(self._prompts[row.index]),
-                    len(batch.reqs[row.index].origin_input_ids),
-                    self._cache.scale,
-                )
+            row.memory.after_prefill(
+                CachedKeys(self._cache.keys, row.slots),
+                self._cache.values,
+                torch.stack(self._prompts[row.index]),
+                len(batch.reqs[row.index].origin_input_ids),
+                self._cache.scale,
+            )
 
     # Attention backend, per layer.
 
@@ -159,19 +157,15 @@ class MemoryWorker:
     def attend(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
         """Write the outputs [rows, H_q * D] of requests with an active set."""
         for row in self._rows:
-            memory = row.memory
-            if memory.active is None or memory.signals is None or self._cache is None:
-                continue
-            output[row.index] = memory.active.attend(
-                layer,
-                query[row.index].view(self._model.query_heads, -1),
-                self._cache.keys[layer],
-                self._cache.values[layer],
-                row.slots,
-                self._cache.scale,
-                memory.signals.value_norm[layer],
-                memory.norms[layer],
-            ).flatten()
+            if row.memory.active is not None:
+                output[row.index] = row.memory.attend(
+                    layer,
+                    query[row.index].view(self._model.query_heads, -1),
+                    self._cache.keys[layer],
+                    self._cache.values[layer],
+                    row.slots,
+                    self._cache.scale,
+                ).flatten()
 
 
 def keep_eager(can_run: bool, runner: Any, *args: Any, **kwargs: Any) -> bool:

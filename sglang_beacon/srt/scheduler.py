@@ -118,10 +118,11 @@ def _prepare(scheduler: Scheduler, config: KVPolicyConfig) -> None:
     exporter = None
     if reporter.current_scheduler_metrics_enabled:
         exporter = Exporter(reporter.metrics_collector.labels, config.policy)
-    policy = policies.create(config, scheduler.page_size)
-    limits = Limits(capacity, worker.most_observing(config, policy))
-    scheduler.kv_policy = PolicyFactory(config, policy, scheduler.page_size, limits, exporter)
-    logger.info("KV policy %s; %s", config.as_dict(), worker.describe(config, policy))
+    limits = Limits(capacity, worker.most_observing())
+    scheduler.kv_policy = PolicyFactory(
+        config, worker.policy, scheduler.page_size, limits, exporter
+    )
+    logger.info("KV policy %s; %s", config.as_dict(), worker.describe())
 
 
 def admit(

@@ -10,7 +10,6 @@ import torch
 
 from sglang_beacon import ops, policies
 from sglang_beacon.capacity import ModelShape
-from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import BufferShape
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime import compactor
@@ -73,23 +72,28 @@ class PolicyWorker:
             self.dtype,
             self.device,
         )
-        policy = policies.create(config_of(runner.server_args), self.page_size)
+        self.config = config_of(runner.server_args)
+        policy = policies.create(self.config, self.page_size)
+        assert policy is not None
+        self.policy: Policy = policy
+        self.cache = self._view()
         self.memory = MemoryWorker(
             self.model,
             runner.req_to_token_pool.req_to_token,
-            self._view,
+            self.cache,
             captured,
             self.device,
-            is_used=policy is not None and policy.signals is not None,
+            is_used=policy.signals is not None,
         )
 
-    def most_observing(self, config: KVPolicyConfig, policy: Policy) -> int:
+    def most_observing(self) -> int:
         """Requests whose query buffers and signals fit beside the pool."""
-        memory = None if config.query_memory_mb is None else config.query_memory_mb * 2**20
+        limit = self.config.query_memory_mb
+        memory = None if limit is None else limit * 2**20
         if memory is None and torch.cuda.is_available():
             # The rest is for what scoring needs meanwhile.
             memory = int(torch.cuda.mem_get_info()[0] * 0.9)
-        size = self._state_bytes(config, policy)
+        size = self._state_bytes()
         if memory is None or not size:
             return 2**30
         if memory < size:
@@ -99,22 +103,21 @@ class PolicyWorker:
             )
         return memory // size
 
-    def describe(self, config: KVPolicyConfig, policy: Policy) -> str:
-        """What a policy holds in memory besides the KV pool."""
-        state = self._state_bytes(config, policy)
+    def describe(self) -> str:
+        """What the server's policy holds in memory besides the KV pool."""
+        state = self._state_bytes()
         return (
             f"state of {state / 1e6:.2f} MB per running request, "
             f"the KV of {state / self._shape.kv_bytes_per_token:.0f} tokens"
         )
 
-    def _state_bytes(self, config: KVPolicyConfig, policy: Policy) -> int:
+    def _state_bytes(self) -> int:
         """Bytes of one request's query buffer, and of its signals at twice the budget."""
-        size = 0
+        size, policy, budget = 0, self.policy, self.config.budget
         if policy.observes is not None:
             size += self._shape.query_state_bytes(policy.observes.rows)
         if policy.signals is not None:
-            most = policy.recas.max_budget if policy.recas is not None else 0
-            tokens = most or 2 * config.budget
+            tokens = policy.recas.limit(budget) if policy.recas is not None else 2 * budget
             size += BYTES_PER_TOKEN * self.model.num_layers * self.model.kv_heads * tokens
         return size
 
@@ -143,7 +146,7 @@ class PolicyWorker:
             live = [work for state, life, work in self.pending if state.life == life]
             for work in live:
                 _keep_for_this_stream(work.source, work.target)
-            compactor.run(live, self._view())
+            compactor.run(live, self.cache)
             self.pending.clear()
         self.stretches = []
         decoding = batch.forward_mode.is_decode()
