@@ -50,7 +50,8 @@ class History:
     steps: int = 0
 
     def add(self) -> None:
-        rid = f"r{len(self.expected)}"
+        # Of one length: aborting a request also aborts those whose names begin with its name.
+        rid = f"r{len(self.expected):04}"
         head = prompt(self.draw.choice([0, PAGE - 1, PAGE, PAGE + 1, 40, 200, 330]), 5)
         policy = self.draw.choice(["beacon", "beacon", "streaming", "random", "none"])
         budget = self.draw.choice([BUDGET, 160, 320])
