@@ -31,8 +31,8 @@ from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
 from sglang_beacon.lab.trace_run import Outcome, TraceRun
 
 # Of a trace's tokens: never more than the published share stays.
-SHARE = 0.345
-KEEP_RATIO = 15 / 16
+SHARE = 0.35
+KEEP_RATIO = 31 / 32
 QUICK = TraceConfig(shortest=2048, longest=2560)
 LADDER = [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
 # Attention of every fourth query is noted, and every 64th output is looked at.
