@@ -30,7 +30,7 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
 from sglang_beacon.lab.trace_run import Outcome, TraceRun
 
-# Of a trace's tokens: never more than the published share stays.
+# Of a trace's tokens; between two evictions, the published share stays in the middle.
 SHARE = 0.35
 KEEP_RATIO = 31 / 32
 QUICK = TraceConfig(shortest=2048, longest=2560)

@@ -158,6 +158,23 @@ class RequestPlan:
         return self.eviction or self.probe
 
 
+class Alignment(NamedTuple):
+    """Where observation queries are rotated to before they score.
+
+    Recent queries keep their own positions and the others are rotated to the newest one, unless
+
+    Attributes
+    ----------
+    unrotated : bool
+        the others stay as they were before RoPE, as if at position 0; or
+    future : int
+        all are rotated by the average over so many positions to come.
+    """
+
+    unrotated: bool = False
+    future: int = 0
+
+
 class CachedKeys(NamedTuple):
     """The keys of one request in all layers, where they lie.
 
@@ -167,10 +184,13 @@ class CachedKeys(NamedTuple):
         One for each layer; keys are rotated to their own positions.
     slots : Tensor [N] int64
         The request's slots in position order, the same in every layer.
+    values : sequence of Tensor [num_slots, H_kv, D], or None
+        For who scores by values as well.
     """
 
     pools: Sequence[torch.Tensor]
     slots: torch.Tensor
+    values: Sequence[torch.Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -189,6 +209,9 @@ class TokenSignals(NamedTuple):
     relevance: torch.Tensor
     history: torch.Tensor
     evidence: torch.Tensor
+    # Where recurrence is tracked.
+    activated: torch.Tensor | None = None
+    interval: torch.Tensor | None = None
 
 
 class Observations(NamedTuple):
@@ -203,7 +226,8 @@ class Observations(NamedTuple):
     scale : float
         Softmax scale.
     queries : Tensor [layers, H_q, R, D] float32, or None
-        Observation queries, rotated; None for policies that do not observe.
+        Observation queries, rotated as the policy's `alignment` says; None for policies that do
+        not observe.
     visible : Tensor [R] int64, or None
         Leading cached tokens each query may attend to.
     signals : TokenSignals or None

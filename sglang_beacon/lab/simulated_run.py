@@ -204,7 +204,7 @@ class Run:
 
     def _cached_keys(self) -> CachedKeys:
         pools = self._pools("keys")
-        return CachedKeys(pools, torch.arange(len(pools[0])))
+        return CachedKeys(pools, torch.arange(len(pools[0])), self._pools("values"))
 
     def _pools(self, kind: str) -> list[torch.Tensor]:
         """Each layer's visible keys or values [held, H_kv, D]."""

@@ -122,7 +122,7 @@ class TraceRun:
             )
 
     def _cache(self) -> CachedKeys:
-        return CachedKeys([self.keys], self.held)
+        return CachedKeys([self.keys], self.held, [self.values])
 
     def _step(self, position: int) -> None:
         query = self.trace.queries[position - self.trace.prompt]

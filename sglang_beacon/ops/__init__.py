@@ -13,7 +13,7 @@ from sglang_beacon.ops import select_topk as _select_topk
 from sglang_beacon.ops import sketch_logits as _sketch_logits
 from sglang_beacon.ops import sparse_decode as _sparse_decode
 from sglang_beacon.ops.dispatch import by_device
-from sglang_beacon.ops.rope import RopeTable, derotate, rotate
+from sglang_beacon.ops.rope import RopeTable, average_rotation, derotate, rotate
 
 beacon_score = by_device(_beacon_score.beacon_score)
 farthest_point_sample = by_device(_fps.farthest_point_sample)
@@ -30,6 +30,7 @@ sparse_decode = by_device(_sparse_decode.sparse_decode)
 
 __all__ = [
     "RopeTable",
+    "average_rotation",
     "beacon_score",
     "derotate",
     "farthest_point_sample",

@@ -49,6 +49,17 @@ def derotate(x: torch.Tensor, positions: torch.Tensor, table: RopeTable) -> torc
     return _join((a * cos + b * sin) / gain, (b * cos - a * sin) / gain, rest, table.neox)
 
 
+def average_rotation(table: RopeTable, begin: int, count: int) -> RopeTable:
+    """The mean of the rotations to `count` positions from `begin` on, as a table of one row.
+
+    Rotation is linear, so rotating by the mean is the mean of what was rotated. Positions past the
+    table's end do not count.
+    """
+    begin = min(begin, len(table.cos_sin) - 1)
+    ahead = table.cos_sin[begin : begin + count].float()
+    return RopeTable(ahead.mean(0, keepdim=True), table.neox)
+
+
 def _cos_sin(positions: torch.Tensor, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = table.cos_sin[positions].float().chunk(2, dim=-1)
     return cos, sin

@@ -6,9 +6,12 @@ from sglang_beacon.config import ConfigError, KVPolicyConfig, reject_unknown
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
 from sglang_beacon.policies.beacon_recas import BeaconRecasPolicy
+from sglang_beacon.policies.expected_attention import ExpectedAttentionPolicy
 from sglang_beacon.policies.h2o import H2OPolicy
 from sglang_beacon.policies.initial_recent import InitialRecentPolicy
 from sglang_beacon.policies.keydiff import KeyDiffPolicy
+from sglang_beacon.policies.lazy_eviction import LazyEvictionPolicy
+from sglang_beacon.policies.quest import QuestPolicy
 from sglang_beacon.policies.random import RandomPolicy
 from sglang_beacon.policies.recas import RecasPolicy
 from sglang_beacon.policies.rkv import RKVPolicy
@@ -24,9 +27,12 @@ POLICIES: dict[str, type[Policy]] = {
         BeaconPolicy,
         RecasPolicy,
         BeaconRecasPolicy,
+        ExpectedAttentionPolicy,
         H2OPolicy,
         InitialRecentPolicy,
         KeyDiffPolicy,
+        LazyEvictionPolicy,
+        QuestPolicy,
         RKVPolicy,
         RPCPolicy,
         ScissorhandsPolicy,

@@ -16,7 +16,7 @@ from sglang_beacon.config import (
     least_budget,
     reject_unknown,
 )
-from sglang_beacon.core import BufferShape, CachedKeys, EvictionPlan, Observations
+from sglang_beacon.core import Alignment, BufferShape, CachedKeys, EvictionPlan, Observations
 from sglang_beacon.policies.recas_settings import RecasSettings
 from sglang_beacon.policies.signal_settings import SignalSettings
 
@@ -33,9 +33,12 @@ class Policy(ABC):
         Name in the registry and on the command line.
     defaults : Mapping[str, object]
         Options of the method with their defaults; a value given must have the default's type.
+    evicts : bool
+        Whether a request is held to its budget; otherwise it keeps everything, and only reads less.
     """
 
     name: ClassVar[str]
+    evicts: ClassVar[bool] = True
     defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
@@ -62,6 +65,11 @@ class Policy(ABC):
     def observes(self) -> BufferShape | None:
         """Rows of the query buffer that the method needs; None if it looks at no queries."""
         return None
+
+    @property
+    def alignment(self) -> Alignment:
+        """Where the query buffer's rows are rotated to before they score."""
+        return Alignment()
 
     @property
     def signals(self) -> SignalSettings | None:

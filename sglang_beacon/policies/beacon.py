@@ -9,7 +9,7 @@ import torch
 
 from sglang_beacon import ops
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.core import BufferShape, CachedKeys, Observations
+from sglang_beacon.core import Alignment, BufferShape, CachedKeys, Observations
 from sglang_beacon.ops.beacon_score import AGGREGATIONS
 from sglang_beacon.policies.base import Policy
 
@@ -29,7 +29,11 @@ class BeaconPolicy(Policy):
     """
 
     name: ClassVar[str] = "beacon"
-    defaults: ClassVar[Mapping[str, Any]] = {"n_beacon": 16, "aggregation": "max"}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "n_beacon": 16,
+        "aggregation": "max",
+        "align": True,
+    }
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
@@ -44,6 +48,10 @@ class BeaconPolicy(Policy):
     @property
     def observes(self) -> BufferShape:
         return BufferShape(self.options["n_beacon"], self.config.n_recent)
+
+    @property
+    def alignment(self) -> Alignment:
+        return Alignment(unrotated=not self.options["align"])
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
         assert observations.queries is not None

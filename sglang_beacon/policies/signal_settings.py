@@ -32,6 +32,9 @@ class SignalSettings:
         Token ids after which a new thought begins: what lies before one is revisited from then on.
     prompt_evidence : float
         Evidence that the prompt's tokens start with.
+    recurrence : float
+        Attention weight from which on a token counts as active, for methods that go by how often
+        it becomes so; 0: not tracked.
 
     Raises
     ------
@@ -48,6 +51,7 @@ class SignalSettings:
     look_back: int = 200
     delimiters: tuple[int, ...] = ()
     prompt_evidence: float = 0.0
+    recurrence: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 < self.decay <= 1, "decay", "lie in (0, 1]")
@@ -55,6 +59,7 @@ class SignalSettings:
             require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
         for name in ("credit", "significance", "far_distance", "look_back", "prompt_evidence"):
             require(0 <= getattr(self, name) <= MAX_TOKENS, name, "not be negative")
+        require(0 <= self.recurrence < 1, "recurrence", "lie in [0, 1)")
         require(are_counts(self.delimiters), "delimiters", "be a list of token ids")
 
 

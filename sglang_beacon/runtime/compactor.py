@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 
 from sglang_beacon import ops
-from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase, Observations, RequestPlan
+from sglang_beacon.core import (
+    Alignment,
+    CachedKeys,
+    EvictionPlan,
+    ObservationPhase,
+    Observations,
+    RequestPlan,
+)
 from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.memory import Memory
@@ -77,6 +84,7 @@ def carry_out(
 
 
 def observe(
+    alignment: Alignment,
     rope: RopeTable,
     scale: float,
     plan: EvictionPlan,
@@ -88,7 +96,7 @@ def observe(
 
     Beacons are rotated to the newest position and see everything; a recent query keeps its own
     position and does not see the tokens after it. Those are the last ones of the cache, since the
-    newest ``n_recent`` tokens are never evicted.
+    newest ``n_recent`` tokens are never evicted. Queries that stand for the future see everything.
     """
     position = plan.lengths.logical - 1
     signals = None if memory is None or memory.signals is None else memory.signals.view()
@@ -97,7 +105,15 @@ def observe(
     rows = buffer.rows[:, :, : phase.filled]
     age = torch.zeros(phase.filled, dtype=torch.int64, device=rows.device)
     age[phase.filled - phase.recent :] = torch.arange(phase.recent - 1, -1, -1, device=rows.device)
-    queries = ops.rotate(rows, position - age, rope)
+    if alignment.future:
+        ahead = ops.average_rotation(rope, position + 1, alignment.future)
+        queries = ops.rotate(rows, torch.zeros_like(age), ahead)
+        age = torch.zeros_like(age)
+    else:
+        own = position - age
+        if alignment.unrotated:
+            own[: phase.filled - phase.recent] = 0
+        queries = ops.rotate(rows, own, rope)
     visible = plan.lengths.held - age
     return Observations(position, plan.prompt_tokens, scale, queries, visible, signals)
 
@@ -117,7 +133,8 @@ def choose(
 
     What is remembered of the tokens follows.
     """
-    keep = policy.keep(keys, observe(rope, scale, plan, phase, buffer, memory), plan)
+    seen = observe(policy.alignment, rope, scale, plan, phase, buffer, memory)
+    keep = policy.keep(keys, seen, plan)
     if probe:
         assert memory is not None
         memory.probe(plan, keep)
@@ -131,7 +148,7 @@ def _choose(
     work: Work, cache: KVView, plan: EvictionPlan, phase: ObservationPhase, probe: bool
 ) -> None:
     assert work.source is not None
-    keys = CachedKeys(cache.keys, work.source)
+    keys = CachedKeys(cache.keys, work.source, cache.values)
     keep = choose(
         work.policy, keys, cache.rope, cache.scale, plan, phase, work.buffer, work.memory, probe
     )

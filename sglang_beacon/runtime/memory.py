@@ -63,7 +63,8 @@ class Memory:
         self, layers: int, query_heads: int, kv_heads: int, selector: str, device: Any
     ) -> None:
         """Allocate for a model; ``selector`` is the one to use where the settings say ``auto``."""
-        self.signals = Signals(layers, kv_heads, self._config.budget, device)
+        recurrence = self.settings.recurrence
+        self.signals = Signals(layers, kv_heads, self._config.budget, device, recurrence)
         self.norms = torch.zeros(layers, query_heads, device=device)
         self._delimiters = torch.tensor(self.settings.delimiters, dtype=torch.int64, device=device)
         if self._recas is not None and self.active is None:

@@ -75,6 +75,11 @@ class RequestState:
         self._clear()
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the request is held to its budget."""
+        return self.policy is not None and self.policy.evicts
+
+    @property
     def has_state(self) -> bool:
         """Whether the request takes device memory besides its cache."""
         return self.shape is not None or self.memory is not None
@@ -177,7 +182,7 @@ class RequestState:
         """
         allowance = self.allowance(lengths, share)
         retention = None if self.memory is None else self.memory.retention
-        if retention is None or not allowance.is_used_up:
+        if retention is None or not self.is_bounded or not allowance.is_used_up:
             return allowance
         bound = retention.bound(lengths.logical)
         self.bound = bound._replace(error=agreed(bound.error))
@@ -192,6 +197,8 @@ class RequestState:
 
     def plan(self, lengths: RequestLengths, allowance: Allowance) -> RequestPlan:
         """Plan what is due before the next token, and take it as done."""
+        if not self.is_bounded:
+            return RequestPlan()
         plan, self.phase = plan_token(
             lengths,
             allowance,

@@ -9,8 +9,8 @@ import torch
 
 from sglang_beacon.core import TokenSignals
 
-# Three signals of 4 bytes and a position of 8, per layer and KV head.
-BYTES_PER_TOKEN = 20
+# Three signals of 4 bytes, or five, and a position of 8, per layer and KV head.
+BYTES_PER_TOKEN = 28
 
 
 class Revisits(NamedTuple):
@@ -53,6 +53,9 @@ class Signals:
         Sum of those weights, older ones decayed.
     evidence : Tensor, likewise
         Sum of the weights that were revisits, not decayed.
+    activated, interval : Tensor, likewise, or None
+        Logical position at which each token was last active, and the longest time between two
+        such; None where recurrence is not tracked.
     positions : Tensor [layers, H_kv, capacity] int64
         Logical position of each token.
     transition : Tensor [] int64
@@ -62,7 +65,12 @@ class Signals:
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        layers: int,
+        kv_heads: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        recurrence: float = 0.0,
     ) -> None:
         shape = (layers, kv_heads, capacity)
         self.held = 0
@@ -70,6 +78,9 @@ class Signals:
         self.relevance = torch.zeros(shape, device=device)
         self.history = torch.zeros(shape, device=device)
         self.evidence = torch.zeros(shape, device=device)
+        self.recurrence = recurrence
+        self.activated = torch.zeros(shape, device=device) if recurrence else None
+        self.interval = torch.zeros(shape, device=device) if recurrence else None
         self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
         self.transition = torch.full((), -1, dtype=torch.int64, device=device)
         self.value_norm = torch.zeros(shape[:2], device=device)
@@ -93,6 +104,8 @@ class Signals:
             signal[..., new] = 0
         self.history[..., new] = history
         self.evidence[..., new] = evidence
+        if self.activated is not None:
+            self.activated[..., new] = self.positions[..., new].float()
         self.held += count
 
     def see_values(self, pools: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
@@ -139,6 +152,12 @@ class Signals:
         self.history[..., held] *= decay
         self.history[..., held] += counted
         self.evidence[..., held] += torch.where(revisited, counted, 0.0)
+        if self.activated is not None and self.interval is not None:
+            active = weights > self.recurrence
+            waited = position - self.activated[..., held]
+            longest = torch.maximum(self.interval[..., held], waited)
+            self.interval[..., held] = torch.where(active, longest, self.interval[..., held])
+            self.activated[..., held].masked_fill_(active, position)
 
     def keep(self, pinned: int, kept: torch.Tensor) -> None:
         """Follow an eviction.
@@ -168,10 +187,12 @@ class Signals:
         return mean >= revisits.threshold
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        return self.relevance, self.history, self.evidence
+        known = (self.relevance, self.history, self.evidence, self.activated, self.interval)
+        return tuple(signal for signal in known if signal is not None)
 
     def _grow(self, needed: int) -> None:
         # Rarely and by much: a prompt may be longer than the budget.
         more = max(needed, 2 * self.capacity) - self.capacity
-        for name in ("relevance", "history", "evidence", "positions"):
-            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, more)))
+        for name in (*TokenSignals._fields, "positions"):
+            if (signal := getattr(self, name)) is not None:
+                setattr(self, name, torch.nn.functional.pad(signal, (0, more)))

@@ -40,7 +40,7 @@ def still_needed(req: Req) -> int | None:
     yet, so all of the budget is still to come.
     """
     state = req.kv_policy
-    if state.policy is None:
+    if not state.is_bounded:
         return None
     settled = req.kv.holds_kv and req.decode_batch_idx >= 1
     private = req.kv.kv_allocated_len - req.kv.cache_protected_len if settled else 0
@@ -94,7 +94,7 @@ def note_asked(
 
 def restore_asked(scheduler: Scheduler, req: Req) -> None:
     """Let a request say all that it asked for, if what it may hold meanwhile fits the pool."""
-    if req.kv_policy.policy is None:
+    if not req.kv_policy.is_bounded:
         return
     prompt = len(req.origin_input_ids)
     most = min(
@@ -110,7 +110,7 @@ def restore_asked(scheduler: Scheduler, req: Req) -> None:
 def can_come_back(req: Req) -> bool:
     """Whether the request, retracted now, could be computed again in an empty pool."""
     state = req.kv_policy
-    if state.policy is None:
+    if not state.is_bounded:
         return True  # SGLang has seen to it that all it may say fits.
     return _fits(req.seqlen, _at_most(req, 0), state.page_size, req.kv_limits.capacity)
 

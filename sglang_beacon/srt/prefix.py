@@ -60,7 +60,7 @@ class PrefixCache(UnifiedRadixCache):
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Insert what the request holds exactly, up to ``up_to``; see `BasePrefixCache`."""
         state = getattr(req, "kv_policy", None)
-        if state is None or state.policy is None:
+        if state is None or not state.is_bounded:
             super().checkpoint(req, up_to=up_to, **kwargs)
             return
         if state.freed:

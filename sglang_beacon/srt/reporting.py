@@ -64,7 +64,7 @@ def summary(req: Req) -> dict[str, Any]:
     bounds = {} if state.recas is None else {"recas": state.memory.report()}
     return {
         "policy": state.config.policy,
-        "budget": state.config.budget if state.policy is not None else None,
+        "budget": state.config.budget if state.is_bounded else None,
         "logical_tokens": lengths.logical,
         "held_tokens": lengths.held,
         "shared_tokens": lengths.pinned,

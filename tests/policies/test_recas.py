@@ -43,7 +43,7 @@ def test_utility_is_the_weighted_sum_of_normalised_signals() -> None:
     weights = {"relevance_weight": 0.5, "history_weight": 2.0, "evidence_weight": 3.0}
     cap = 0.6
     remembered = signals()
-    for signal in remembered:
+    for signal in remembered[:3]:
         signal[..., 0] = 1000.0
     score = create("recas", **weights, evidence_cap=cap).score(
         cache(), Observations(99, 0, 1.0, signals=remembered)
@@ -52,7 +52,7 @@ def test_utility_is_the_weighted_sum_of_normalised_signals() -> None:
         for head in range(KV_HEADS):
             for token in range(HELD):
                 expected = 0.0
-                for weight, signal in zip(weights.values(), remembered, strict=True):
+                for weight, signal in zip(weights.values(), remembered[:3], strict=True):
                     values = signal[layer, head].tolist()
                     if signal is remembered.evidence:
                         values = [min(value, cap) for value in values]

@@ -11,7 +11,7 @@ from support import naive
 
 from sglang_beacon import policies
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.core import BufferShape, CachedKeys, Observations, TokenSignals
+from sglang_beacon.core import Alignment, BufferShape, CachedKeys, Observations, TokenSignals
 from sglang_beacon.policies import Policy
 
 KV_HEADS, GROUP, HELD, DIM = 2, 2, 24, 8
@@ -32,11 +32,12 @@ class Layer:
     def __init__(self, queries: int = WINDOW) -> None:
         generator = torch.Generator().manual_seed(3)
         self.keys = torch.randn(HELD, KV_HEADS, DIM, generator=generator)
+        self.values = torch.randn(HELD, KV_HEADS, DIM, generator=generator)
         self.queries = torch.randn(1, KV_HEADS * GROUP, queries, DIM, generator=generator)
         self.visible = torch.arange(HELD - queries + 1, HELD + 1)
 
     def score(self, policy: Policy) -> list[list[float]]:
-        cache = CachedKeys([self.keys], torch.arange(HELD))
+        cache = CachedKeys([self.keys], torch.arange(HELD), [self.values])
         seen = Observations(99, 0, SCALE, self.queries, self.visible)
         return policy.score(cache, seen)[0].tolist()
 
@@ -167,6 +168,58 @@ def test_h2o() -> None:
     assert (score[..., HELD - 10 :] > history.max()).all()
 
 
+def test_lazy_eviction() -> None:
+    """Twice the sigmoid of how overdue a token is, and of its longest pause; else nothing."""
+    policy = create("lazy_eviction")
+    assert policy.signals is not None
+    assert policy.signals.recurrence == policy.options["threshold"]
+    generator = torch.Generator().manual_seed(0)
+    activated = torch.randint(0, 99, (1, KV_HEADS, HELD), generator=generator).float()
+    interval = torch.randint(0, 4, (1, KV_HEADS, HELD), generator=generator).float()
+    zero = torch.zeros_like(interval)
+    signals = TokenSignals(zero, zero, zero, activated, interval)
+    seen = Observations(99, 0, SCALE, signals=signals)
+    score = policy.score(CachedKeys([Layer().keys], torch.arange(HELD)), seen)[0]
+
+    def sigma(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    for head in range(KV_HEADS):
+        for got, last, pause in zip(
+            score[head].tolist(),
+            activated[0, head].tolist(),
+            interval[0, head].tolist(),
+            strict=True,
+        ):
+            wanted = 0.0
+            if pause:
+                wanted = 2 * sigma(-(99 - last) / pause) * 2 * sigma(-1 / pause)
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-9)
+
+
+def test_expected_attention() -> None:
+    """Softmax of mean plus half the variance of the logits, times the norm of the value."""
+    layer = Layer()
+    expected = []
+    for head in range(KV_HEADS):
+        sums = [0.0] * HELD
+        for query_head in range(head * GROUP, (head + 1) * GROUP):
+            queries = layer.queries[0, query_head].tolist()
+            exponents = []
+            for key in layer.head_keys(head):
+                logits = [SCALE * naive.dot(query, key) for query in queries]
+                mean = math.fsum(logits) / len(logits)
+                spread = math.fsum((logit - mean) ** 2 for logit in logits) / len(logits)
+                exponents.append(math.exp(mean + spread / 2))
+            sums = [
+                s + e / math.fsum(exponents) / GROUP for s, e in zip(sums, exponents, strict=True)
+            ]
+        norms = [math.sqrt(naive.dot(v, v)) for v in layer.values[:, head].tolist()]
+        expected.append([s * n for s, n in zip(sums, norms, strict=True)])
+    check(create("expected_attention", window=WINDOW), layer, expected)
+    assert create("expected_attention").alignment == Alignment(future=512)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -176,6 +229,8 @@ def test_h2o() -> None:
         ("rkv", {"kernel": -1}, "kernel"),
         ("h2o", {"recent_share": 1.0}, "recent_share"),
         ("h2o", {"note_every": 0}, "note_every"),
+        ("lazy_eviction", {"threshold": 0}, "threshold"),
+        ("expected_attention", {"n_future": 0}, "n_future"),
         ("scissorhands", {"window": 5000}, "window|too small"),
     ],
 )

@@ -141,7 +141,7 @@ def play(case: Case, state: RequestState) -> Trace:
     return trace
 
 
-@pytest.mark.parametrize("policy", policies.POLICIES)
+@pytest.mark.parametrize("policy", [p for p, cls in policies.POLICIES.items() if cls.evicts])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_evictions(policy: str, data: st.DataObject) -> None:
@@ -486,3 +486,11 @@ def test_holders_come_and_go(data: st.DataObject, mode: str) -> None:
         left = state.allowance(state.lengths(pinned, held), share)
         assert not left.is_used_up
         assert state.phase.recent <= state.phase.filled
+
+
+def test_a_method_that_keeps_everything_plans_nothing() -> None:
+    config = KVPolicyConfig(policy="quest", budget=64)
+    state = RequestState(config, policies.create(config), page_size=1)
+    lengths = RequestLengths(500, 0, 500)
+    assert not state.is_bounded
+    assert state.plan(lengths, state.settle(lengths, share=0)).is_empty

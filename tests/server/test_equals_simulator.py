@@ -113,10 +113,21 @@ def test_tokens_and_logprobs(server: Server, model: PreTrainedModel, page_size: 
 
 
 def test_rivals(server: Server, model: PreTrainedModel, page_size: int) -> None:
-    names = sorted(set(policies.POLICIES) - {*POLICIES, "recas", "beacon+recas"})
+    names = sorted(set(policies.POLICIES) - {*POLICIES, "recas", "beacon+recas", "quest"})
     requests = [Request(name, prompt(30, 50 + index)) for index, name in enumerate(names)]
     for request, reply in zip(requests, served(server, requests, 120), strict=True):
         check(reply, request.simulate(model, page_size, 120), request.policy)
+
+
+def test_reading_less_of_all(server: Server, model: PreTrainedModel, page_size: int) -> None:
+    """Quest holds everything, and reads a budget of it."""
+    request = Request("quest", prompt(30, 61))
+    (reply,) = served(server, [request], 200)
+    expected = request.simulate(model, page_size, 200)
+    assert reply["tokens"] == expected.tokens
+    summary = reply["meta_info"]["kv_policy"]
+    assert (summary["evictions"], summary["held_tokens"]) == (0, 229)
+    assert summary["recas"]["active"]["ratio"] < 0.7
 
 
 def test_bounds_and_budgets(server: Server, model: PreTrainedModel, page_size: int) -> None:

@@ -46,7 +46,7 @@ def refusal(prepare, model: Path, *argv: str) -> str:
     ("argv", "expected"),
     [
         (["--kv-policy", "becon"], "did you mean 'beacon'?"),
-        (["--kv-policy", "zzz"], "it must be one of beacon, beacon+recas, h2o"),
+        (["--kv-policy", "zzz"], "it must be one of beacon, beacon+recas, expected_attention"),
         (["--kv-policy", "beacon", "--kv-budget", "20"], "it needs at least 24 tokens"),
         (["--kv-policy", "beacon", "--kv-budget", "many"], "must be a whole number of tokens"),
         (["--kv-policy", "beacon", "--kv-budget", "-3"], "--kv-budget must be an integer"),
