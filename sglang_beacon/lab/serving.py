@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -194,8 +194,14 @@ class Server:
 
     def generate_all(self, jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run several `generate` calls at once; replies in the order given."""
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            return list(pool.map(lambda job: self.generate(**job), jobs))
+        return self.at_once(lambda job: self.generate(**job), jobs)
+
+    def at_once(
+        self, ask: Callable[[Any], dict[str, Any]], items: Sequence[Any]
+    ) -> list[dict[str, Any]]:
+        """Ask something of all items at once; replies in the order given."""
+        with ThreadPoolExecutor(len(items)) as pool:
+            return list(pool.map(ask, items))
 
     def stream(
         self, input_ids: Sequence[int], max_new_tokens: int, **sampling: Any

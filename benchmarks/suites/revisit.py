@@ -1,0 +1,103 @@
+"""RevisitChain and variable tracking: reasoning that needs its own early thoughts, exactly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.suites.base import Outcome, Suite, Task
+from sglang_beacon.lab.revisit_chain import (
+    CHECKPOINT,
+    STEP_TOKENS,
+    Chain,
+    RevisitChain,
+    VariableTracking,
+    grade,
+)
+from sglang_beacon.lab.serving import Server
+
+
+@dataclass
+class ChainTask(Task):
+    """Chains that the model must continue without an error.
+
+    Scores: ``exact``, ``steps`` before the first error, and ``other_errors``, 0 where the first
+    error is not a lost revisit.
+    """
+
+    kind: RevisitChain | VariableTracking
+    chains: int
+    seed: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.seed)
+        self._chains: list[Chain] = [self.kind.sample(draw) for _ in range(self.chains)]
+        self.name = self.kind.name
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return {"name": self.name, **asdict(self.kind)}
+
+    @property
+    def items(self) -> Mapping[str, Any]:
+        return {"count": self.chains, "seed": self.seed}
+
+    @property
+    def context(self) -> int:
+        return len(self._chains[0].tokens)
+
+    @property
+    def decoding(self) -> Mapping[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "new_tokens": len(self._chains[0].answer),
+        }
+
+    def run(self, server: Server, custom_params: Mapping[str, Any]) -> Outcome:
+        replies = server.generate_all(
+            [
+                {
+                    "input_ids": chain.prompt,
+                    "max_new_tokens": len(chain.answer),
+                    "temperature": self.temperature,
+                    "top_p": self.top_p,
+                    "custom_params": dict(custom_params),
+                }
+                for chain in self._chains
+            ]
+        )
+        grades = [
+            grade(chain, reply["tokens"])
+            for chain, reply in zip(self._chains, replies, strict=True)
+        ]
+        before = [chain.first_step - chain.n_prompt for chain in self._chains]
+        return Outcome(
+            {
+                "exact": [float(each.exact) for each in grades],
+                "steps": [
+                    max(each.correct_tokens - said, 0) / STEP_TOKENS
+                    for each, said in zip(grades, before, strict=True)
+                ],
+                "revisit_or_none": [float(each.lost_revisit is not False) for each in grades],
+            },
+            [reply["meta_info"] for reply in replies],
+        )
+
+
+def suite(chains: int, seed: int = 0, sampled: bool = False) -> Suite:
+    """The main task, the same with other sizes, and the one of another shape."""
+    how: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95} if sampled else {}
+    kinds = (
+        RevisitChain(),
+        RevisitChain(n_keys=8),
+        RevisitChain(n_keys=24),
+        RevisitChain(n_steps=200),
+        VariableTracking(),
+    )
+    tasks = [ChainTask(kind, chains, seed, **how) for kind in kinds]
+    return Suite("revisit", CHECKPOINT, tasks, (192, 160, 128, 112, 96))

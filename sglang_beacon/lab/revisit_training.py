@@ -1,0 +1,199 @@
+"""How the shipped RevisitChain model was trained: about an hour on one CPU core.
+
+``python -m sglang_beacon.lab.revisit_training OUT`` writes the checkpoint, its tokenizer and
+``training.jsonl``. What matters: from few keys and short chains to many and long ones; full weight
+on table and lookups; and fillers that need no memory, or the model learns to look far back for
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from sglang_beacon.lab.revisit_chain import (
+    VOCABULARY,
+    Chain,
+    RevisitChain,
+    VariableTracking,
+    save_tokenizer,
+)
+
+TASKS = {task.name: task for task in (RevisitChain, VariableTracking)}
+LOG_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum.
+
+    Attributes
+    ----------
+    n_keys, n_steps
+        Keys to draw from and the steps of a chain.
+    max_updates
+        Updates until the next stage at the latest.
+    batch_tokens
+        Tokens of one update, about.
+    finish
+        Go on as soon as lookups and the rest are all but always right.
+    """
+
+    n_keys: tuple[int, ...]
+    n_steps: int
+    max_updates: int
+    batch_tokens: int = 2048
+    finish: bool = True
+
+
+CURRICULUM = (
+    Stage((4,), 6, 2000),
+    Stage((8,), 8, 2000),
+    Stage((16,), 10, 2500),
+    Stage((8, 16, 24), 12, 2000),
+    Stage((8, 16, 24), 36, 600, 4096),
+    Stage((8, 16, 24), 110, 500, 5120),
+    Stage((8, 16, 24), 200, 250, 6144, finish=False),
+)
+
+
+def new_model(seed: int) -> Qwen3ForCausalLM:
+    """Return an untrained Qwen3: 4 layers, width 128, 4:2 heads of size 64, 0.8 M parameters."""
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(VOCABULARY),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            rope_theta=10_000.0,
+            bos_token_id=VOCABULARY.index("<s>"),
+            eos_token_id=VOCABULARY.index("</s>"),
+            pad_token_id=VOCABULARY.index("<pad>"),
+        )
+    )
+
+
+# What a token is for: of the prompt, which cannot be predicted, or of the rest, with its weight.
+PROMPT, TABLE, REVISIT, NEXT_KEY, REST = range(5)
+WEIGHTS = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.2])
+
+
+def pack(chains: Sequence[Chain]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack chains of one length; returns tokens and the kind of each, ``[chains, length]``."""
+    tokens = torch.tensor([chain.tokens for chain in chains])
+    kinds = torch.zeros_like(tokens)
+    for row, chain in zip(kinds, chains, strict=True):
+        row[chain.n_prompt :] = REST
+        row[chain.n_prompt : chain.first_step] = TABLE
+        revisits = torch.tensor(chain.revisits)
+        row[revisits] = REVISIT
+        row[revisits[1:] - 1] = NEXT_KEY
+    return tokens, kinds
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    tasks: Sequence[str],
+    curriculum: Sequence[Stage],
+    seed: int,
+    out: Path,
+    peak_rate: float = 1.2e-3,
+) -> None:
+    """Train `model` in place on a mixture of tasks; writes it and a log of its way to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "training.jsonl"
+    draw = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+    total = sum(stage.max_updates for stage in curriculum)
+    start, done = time.monotonic(), 0
+    for number, stage in enumerate(curriculum):
+        for update in range(stage.max_updates):
+            task = TASKS[draw.choice(tasks)](draw.choice(stage.n_keys), stage.n_steps)
+            chains = [task.sample(draw)]
+            rows = max(4, stage.batch_tokens // len(chains[0].tokens))
+            tokens, kinds = pack([*chains, *(task.sample(draw) for _ in range(rows - 1))])
+            warm, past = min(1.0, (done + 1) / 100), min(1.0, done / total)
+            rate = peak_rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * past)))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+            logits = model(input_ids=tokens).logits[:, :-1]
+            losses = functional.cross_entropy(
+                logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
+            ).view(len(tokens), -1)
+            kinds = kinds[:, 1:]
+            weights = WEIGHTS[kinds]
+            loss = (losses * weights).sum() / weights.sum()
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            done += 1
+
+            if done % LOG_EVERY == 0:
+                right = logits.argmax(-1) == tokens[:, 1:]
+                share = {
+                    name: round(right[kinds == kind].float().mean().item(), 4)
+                    for kind, name in (
+                        (TABLE, "table"),
+                        (REVISIT, "revisits"),
+                        (NEXT_KEY, "keys"),
+                        (REST, "rest"),
+                    )
+                    if (kinds == kind).any()
+                }
+                line = {
+                    "update": done, "stage": number, "task": task.name, **asdict(task),
+                    "loss": round(loss.item(), 5), **share,
+                    "seconds": round(time.monotonic() - start),
+                }  # fmt: skip
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                if stage.finish and update > 100 and min(share.values()) > 0.998:
+                    break
+        save(model, out)
+
+
+def save(model: Qwen3ForCausalLM, directory: Path) -> None:
+    """Write model and tokenizer in half precision, which is how they ship."""
+    model.half().save_pretrained(directory)
+    model.float()
+    save_tokenizer(directory)
+
+
+def main() -> None:
+    """Train from scratch, or go on from a checkpoint with another mixture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[RevisitChain.name])
+    parser.add_argument("--start", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--from-stage", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.start:
+        model = Qwen3ForCausalLM.from_pretrained(options.start).float().train()
+    else:
+        model = new_model(options.seed)
+    train(model, options.tasks, CURRICULUM[options.from_stage :], options.seed, options.out)
+
+
+if __name__ == "__main__":
+    main()
