@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.conditions import RESULTS
 from benchmarks.contract import Contract, checkpoint_hash, machine
-from benchmarks.suites import needle, perplexity, revisit
+from benchmarks.suites import needle, perplexity, reasoning, revisit
 from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.lab.serving import Server
 
@@ -53,6 +54,21 @@ METHODS: dict[str, Method] = {
     },
 }  # fmt: skip
 SHARED_PREFIX = "copy"
+SUITES: dict[str, Callable[[argparse.Namespace], Suite]] = {
+    "revisit": lambda args: revisit.suite(args.items or 48, args.seed, args.sampled),
+    "perplexity": lambda args: perplexity.suite(args.items or 24),
+    "needle": lambda args: needle.suite(args.items or 4),
+    "reasoning": lambda args: reasoning.suite(
+        args.model, args.sgl_eval, args.new_tokens, args.items, args.math500
+    ),
+}
+
+
+def options_of(method: Method, budget: int | None) -> dict[str, Any]:
+    """A method's own options at a budget, which must not grow."""
+    return (
+        {**method.options, "max_budget": budget} if "recas" in method.policy else {**method.options}
+    )
 
 
 def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outcome:
@@ -61,36 +77,47 @@ def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outco
     server.flush()
     params: dict[str, Any] = {"kv_policy": method.policy}
     if budget is not None:
-        params["kv_budget"] = budget
-        options = dict(method.options)
-        if "recas" in method.policy:
-            options["max_budget"] = budget
-        params["kv_policy_config"] = options
+        params |= {"kv_budget": budget, "kv_policy_config": options_of(method, budget)}
     return task.run(server, params)
 
 
-def run(suite: Suite, methods: Sequence[str], budgets: Sequence[int], out: Path) -> None:
-    """Run what `out` does not have yet, and print a line for each cell."""
-    done = (
-        {_key(json.loads(line)) for line in out.read_text().splitlines()} if out.exists() else set()
-    )
-    same = {"checkpoint": checkpoint_hash(suite.model), "dtype": "float32", **machine()}
-    config = json.dumps({"shared_prefix": SHARED_PREFIX})
-    flags = (
-        "--kv-policy", "beacon+recas", "--kv-policy-config", config, "--dtype", "float32",
-        "--max-total-tokens", "60000", "--sleep-on-idle", "--random-seed", "0", *suite.flags,
-    )  # fmt: skip
-    with Server(*flags, model=suite.model, threads=2) as server, out.open("a") as file:
-        for task in suite.tasks:
-            cells = [
-                (name, budget)
-                for budget in budgets
-                for name in methods
-                if METHODS[name].policy != "none"
-            ]
-            if "none" in methods:
-                cells.insert(0, ("none", None))
-            for name, budget in cells:
+@contextmanager
+def serving(
+    suite: Suite, args: argparse.Namespace, method: Method, budget: int | None
+) -> Iterator[Server]:
+    """A server whose own policy is the method."""
+    flags = [
+        "--dtype",
+        args.dtype,
+        "--random-seed",
+        "0",
+        *suite.flags,
+        "--kv-policy",
+        method.policy,
+    ]
+    if budget is not None:
+        config = {"shared_prefix": SHARED_PREFIX, **options_of(method, budget)}
+        flags += ["--kv-budget", str(budget), "--kv-policy-config", json.dumps(config)]
+    with Server(*flags, model=suite.model, threads=args.threads) as server:
+        yield server
+
+
+def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run what the results do not have yet; prints and returns a record for each cell."""
+    lines = args.out.read_text().splitlines() if args.out.exists() else []
+    done = {_key(record): record for record in map(json.loads, lines)}
+    same = {"checkpoint": checkpoint_hash(suite.model), "dtype": args.dtype, **machine()}
+    cells = [
+        (name, None if METHODS[name].policy == "none" else budget)
+        for budget in args.budgets or suite.budgets
+        for name in args.methods
+    ]
+    records = []
+    with ExitStack() as stack, args.out.open("a") as file:
+        shared: Server | None = None
+        for name, budget in dict.fromkeys(cells):
+            method = METHODS[name]
+            for task in suite.tasks:
                 contract = Contract(
                     suite=suite.name,
                     task=task.parameters,
@@ -101,14 +128,22 @@ def run(suite: Suite, methods: Sequence[str], budgets: Sequence[int], out: Path)
                     decoding=task.decoding,
                     **same,
                 )
-                method = METHODS[name]
-                record = {
+                record: dict[str, Any] = {
                     "contract": contract.as_dict(),
                     "method": {"name": name, "policy": method.policy, "options": method.options},
                 }
-                if _key(record) in done:
+                if (known := done.get(_key(record))) is not None:
+                    records.append(known)
                     continue
-                outcome = ask(server, task, method, budget)
+                if suite.server_each:
+                    with serving(suite, args, method, budget) as server:
+                        outcome = task.run(server, {})
+                else:
+                    if shared is None:
+                        # The one that remembers most can serve all others' requests.
+                        most = METHODS["beacon+recas"]
+                        shared = stack.enter_context(serving(suite, args, most, 2048))
+                    outcome = ask(shared, task, method, budget)
                 record |= {
                     "scores": outcome.scores,
                     "truncated": outcome.truncated,
@@ -117,6 +152,8 @@ def run(suite: Suite, methods: Sequence[str], budgets: Sequence[int], out: Path)
                 file.write(json.dumps(record) + "\n")
                 file.flush()
                 print(describe(record), flush=True)
+                records.append(record)
+    return records
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -141,25 +178,40 @@ def _key(record: Mapping[str, Any]) -> str:
 def main() -> None:
     """Read the command line and run a suite."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--suite", choices=("revisit", "perplexity", "needle"), required=True)
+    parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--budgets", nargs="+", type=int)
     parser.add_argument("--tasks", nargs="+", help="names of tasks; all of the suite's")
-    parser.add_argument("--items", type=int, help="chains, essays, or needles per depth")
+    parser.add_argument("--items", type=int, help="chains, essays, needles per depth, questions")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.6, top-p 0.95")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="a directory or a name in the hub, for the suite reasoning")
+    parser.add_argument("--new-tokens", type=int, default=32_768)
+    parser.add_argument("--math500", type=Path, help="JSON lines of problem, expected_answer")
+    parser.add_argument("--sgl-eval", default="sgl-eval", help="the command, where it is installed")
+    parser.add_argument(
+        "--dtype", help="float32; what the checkpoint says, for the suite reasoning"
+    )
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.jsonl")
-    options = parser.parse_args()
-    if options.suite == "revisit":
-        suite = revisit.suite(options.items or 48, options.seed, options.sampled)
-    elif options.suite == "perplexity":
-        suite = perplexity.suite(options.items or 24)
-    else:
-        suite = needle.suite(options.items or 4)
-    if options.tasks:
-        tasks = [task for task in suite.tasks if task.name in options.tasks]
-        suite = Suite(suite.name, suite.model, tasks, suite.budgets, suite.flags)
-    run(suite, options.methods, options.budgets or suite.budgets, options.out)
+    args = parser.parse_args()
+    if args.suite == "reasoning" and not args.model:
+        parser.error("--suite reasoning needs a --model")
+    args.dtype = args.dtype or ("auto" if args.suite == "reasoning" else "float32")
+    suite = SUITES[args.suite](args)
+    if args.tasks:
+        suite = replace(suite, tasks=[task for task in suite.tasks if task.name in args.tasks])
+    records = run(suite, args)
+    if args.suite == "reasoning":
+        for task in suite.tasks:
+            for budget in args.budgets or suite.budgets:
+                ours = {
+                    record["method"]["name"]: fmean(record["scores"][task.main])
+                    for record in records
+                    if record["contract"]["task"]["name"] == task.name
+                    and record["contract"]["memory_budget"] in (budget, None)
+                }
+                print(reasoning.beside_published(str(args.model), task.name, budget, ours))
 
 
 if __name__ == "__main__":

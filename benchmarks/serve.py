@@ -4,6 +4,7 @@
     python -m benchmarks.serve pool       # a pool too small for what the requests will say
     python -m benchmarks.serve length     # step time against how much a request has seen
     python -m benchmarks.serve methods    # step time of one request, by method, at one budget
+    python -m benchmarks.serve load       # SGLang's load generator on each method's own server
 
 What limits a decode step is reading: the weights once, and each request's held tokens. A policy
 adds one vector copy per layer and request, FPS every 16 tokens and a scoring every eighth of a
@@ -14,14 +15,19 @@ how many more requests fit, and `length` is flat where no policy grows.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, compare, parse, throughput
+from benchmarks.harness import Row, Watch, compare, parse, throughput
 from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.lab.serving import Server
 
@@ -106,11 +112,59 @@ def methods(args: argparse.Namespace) -> None:
     compare(args, "serve", "methods", setup, servers, measure)
 
 
+def load(args: argparse.Namespace) -> None:
+    """`sglang.bench_serving` against everything on and room for all, a small pool, and policies.
+
+    All requests come at once, as many tokens in total as three small pools hold.
+    """
+    requests, asked, said, slots, budget = 16, 64, 500, 3000, 256
+    small = ["--max-total-tokens", str(slots)]
+    servers = {
+        "none, room for all": ["--max-total-tokens", str(requests * (asked + said) + 1000)],
+        "none": small,
+        **{
+            policy: [*small, "--kv-policy", policy, "--kv-budget", str(budget), *flags]
+            for policy, flags in (
+                ("beacon", []),
+                ("recas", ["--kv-policy-config", FIXED]),
+                ("beacon+recas", ["--kv-policy-config", FIXED]),
+                ("streaming", []),
+                ("h2o", []),
+            )
+        },
+    }
+
+    def measure(server: Server, seed: int) -> Row:
+        with tempfile.TemporaryDirectory() as directory, Watch(server) as watch:
+            out = Path(directory) / "out.jsonl"
+            command = [
+                sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang",
+                "--base-url", server.url, "--dataset-name", "random-ids", "--disable-tqdm",
+                "--num-prompts", str(requests), "--random-input-len", str(asked),
+                "--random-output-len", str(said), "--random-range-ratio", "1", "--seed", str(seed),
+                "--output-file", str(out), "--warmup-requests", "0",
+            ]  # fmt: skip
+            subprocess.run(command, check=True, capture_output=True)
+            result = json.loads(out.read_text().splitlines()[-1])
+        return {name: result[name] for name in LOAD_FIGURES} | watch.row
+
+    setup = {"requests": requests, "asked": asked, "said": said, "slots": slots, "budget": budget}
+    compare(args, "serve", "load", setup, servers, measure)
+
+
+# Of what the load generator reports.
+LOAD_FIGURES = (
+    "output_throughput", "median_ttft_ms", "median_itl_ms", "p99_itl_ms", "median_e2e_latency_ms",
+)  # fmt: skip
+# A budget that does not grow, and steps that read all of it.
+FIXED = json.dumps({"max_budget": 256, "epsilon": 1e6, "selector": "none"})
+
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
     "overhead": overhead,
     "pool": pool,
     "length": length,
     "methods": methods,
+    "load": load,
 }
 
 

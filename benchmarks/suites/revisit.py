@@ -100,4 +100,5 @@ def suite(chains: int, seed: int = 0, sampled: bool = False) -> Suite:
         VariableTracking(),
     )
     tasks = [ChainTask(kind, chains, seed, **how) for kind in kinds]
-    return Suite("revisit", CHECKPOINT, tasks, (192, 160, 128, 112, 96))
+    pool = ("--max-total-tokens", "80000", "--skip-tokenizer-init")
+    return Suite("revisit", CHECKPOINT, tasks, (192, 160, 128, 112, 96), pool)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.server import Server, check_decode_steps
+from transformers import AutoModelForCausalLM
 
 from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.policies import POLICIES, POLICY_NAMES
+from sglang_beacon.srt.teacher_forcing import FORCED, TeacherForcing, forced_logprobs
 
 BUDGET, PAGE, SLOTS = 80, 16, 12_288
 Reply = dict[str, Any]
@@ -23,7 +26,8 @@ def server(random_qwen3: Path):
     with Server(
         "--skip-tokenizer-init", "--dtype", "float32", "--kv-policy", "recas",
         "--kv-budget", str(BUDGET), "--page-size", str(PAGE), "--max-total-tokens", str(SLOTS),
-        "--chunked-prefill-size", "64", model=random_qwen3, threads=1,
+        "--chunked-prefill-size", "64", "--enable-custom-logit-processor",
+        model=random_qwen3, threads=1,
     ) as server:  # fmt: skip
         yield server
 
@@ -119,3 +123,41 @@ def test_lifecycle(server: Server, scenario: Callable[[Server], list[Reply]]) ->
     server.flush()
     assert server.loads()[0]["num_used_tokens"] == 0
     assert server.alive
+
+
+def test_a_given_text_under_every_policy(server: Server, random_qwen3: Path) -> None:
+    """It is said token by token; likelihoods are the model's own until something is evicted."""
+    server.flush()
+    asked, text, free = prompt(10, 7), prompt(150, 8), 5
+
+    def ask(policy: str) -> dict[str, Any]:
+        params = {**job(policy, 1, 1, 0)["custom_params"], FORCED: text}
+        sampling = {"temperature": 0, "max_new_tokens": len(text) + free, "ignore_eos": True}
+        body = {
+            "input_ids": asked,
+            "sampling_params": {**sampling, "custom_params": params},
+            "custom_logit_processor": TeacherForcing.to_str(),
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        return server.post("/generate", body).json()
+
+    replies = dict(zip(POLICY_NAMES, server.at_once(ask, POLICY_NAMES), strict=True))
+    model = AutoModelForCausalLM.from_pretrained(random_qwen3, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*asked, *text]])).logits[0]
+    expected = logits.log_softmax(-1)[len(asked) - 1 : -1].gather(1, torch.tensor(text)[:, None])
+    for name, reply in replies.items():
+        assert reply["output_ids"][: len(text)] == text, name
+        given = forced_logprobs(reply["meta_info"], len(text))
+        assert given[:60] == pytest.approx(expected[:60, 0].tolist(), abs=1e-3), name
+        if name != "none":
+            assert given[-20:] != pytest.approx(expected[-20:, 0].tolist(), abs=1e-2), name
+    whole = replies["none"]
+    assert forced_logprobs(whole["meta_info"], len(text)) == pytest.approx(
+        expected[:, 0].tolist(), abs=1e-3
+    )
+    alone = server.generate([*asked, *text], free, custom_params={"kv_policy": "none"})
+    assert whole["output_ids"][len(text) :] == alone["tokens"]
+    with pytest.raises(ValueError, match="two top logprobs"):
+        forced_logprobs(alone["meta_info"], 3)

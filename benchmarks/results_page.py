@@ -1,0 +1,262 @@
+"""Writes ``docs/results.md`` and its figures from the results that are stored.
+
+    python -m benchmarks.results_page
+
+Nothing is measured here; what has not been run is left out. A number that is not in a file of
+``benchmarks/results/`` is not on the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.bootstrap import mean_difference, mean_ratio, paired
+from benchmarks.compare import read
+from benchmarks.conditions import RESULTS
+from benchmarks.contract import require_same
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+OURS = ("beacon", "recas", "beacon+recas")
+Run = Mapping[str, Any]
+
+
+def cells(runs: Sequence[Run], task: Mapping[str, Any]) -> dict[tuple[str, int | None], Run]:
+    """Runs of one task by method and budget, once their contracts allow one table."""
+    mine = [run for run in runs if run["contract"]["task"] == task]
+    found: dict[tuple[str, int | None], Run] = {}
+    for run in mine:
+        contract = {**run["contract"], "commit": None, "memory_budget": None}
+        require_same({**mine[0]["contract"], "commit": None, "memory_budget": None}, contract)
+        found[run["method"]["name"], run["contract"]["memory_budget"]] = run
+    return found
+
+
+def grid(
+    found: Mapping[tuple[str, int | None], Run], scores: Sequence[str], show: str
+) -> list[str]:
+    """A table of methods by budgets; ``show`` formats the means of the scores."""
+    budgets = sorted({budget for _, budget in found if budget}, reverse=True)
+    names = list(dict.fromkeys(name for name, budget in found if budget))
+
+    def cell(run: Run | None) -> str:
+        if run is None:
+            return ""
+        return show.format(*(fmean(run["scores"][score]) for score in scores))
+
+    def rank(name: str) -> float:
+        values = [
+            fmean(found[name, b]["scores"][scores[-1]]) for b in budgets if (name, b) in found
+        ]
+        return -fmean(values)
+
+    lines = [
+        "| method | " + " | ".join(map(str, budgets)) + " |",
+        "|---" * (1 + len(budgets)) + "|",
+    ]
+    if ("none", None) in found:
+        everything = cell(found["none", None])
+        lines.append("| everything kept | " + " | ".join([everything] * len(budgets)) + " |")
+    for name in sorted(names, key=rank):
+        title = f"**{name}**" if name in OURS else name
+        row = [cell(found.get((name, budget))) for budget in budgets]
+        lines.append(f"| {title} | " + " | ".join(row) + " |")
+    return lines
+
+
+def against(
+    found: Mapping[tuple[str, int | None], Run], ours: str, score: str, ratio: bool
+) -> list[str]:
+    """One of our methods against every other: paired ratios or differences, with intervals."""
+    budgets = sorted({b for name, b in found if b and name == ours}, reverse=True)
+    names = [name for name in dict.fromkeys(name for name, b in found if b) if name != ours]
+    what = f"{ours} divided by" if ratio else f"{ours} minus"
+    lines = [
+        f"| {what} | " + " | ".join(map(str, budgets)) + " |",
+        "|---" * (1 + len(budgets)) + "|",
+    ]
+    statistic = mean_ratio if ratio else mean_difference
+    for name in names:
+        row = []
+        for budget in budgets:
+            one, other = found[ours, budget], found.get((name, budget))
+            pair = other and paired(one["scores"][score], other["scores"][score], statistic)
+            row.append(str(pair) if pair else "")
+        lines.append(f"| {name} | " + " | ".join(row) + " |")
+    return lines
+
+
+def quality(runs: Sequence[Run]) -> list[str]:
+    """Every task that was run."""
+    lines: list[str] = []
+    tasks = {json.dumps(run["contract"]["task"], sort_keys=True): run for run in runs}
+    for first in tasks.values():
+        contract = first["contract"]
+        task, found = contract["task"], cells(runs, contract["task"])
+        shape = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
+        lines += [
+            f"### {task['name']}",
+            "",
+            f"{shape}. {contract['items']['count']} items, seed {contract['items']['seed']}, "
+            f"temperature {contract['decoding']['temperature']}; a request sees "
+            f"{contract['context']} tokens, and the budget counts all of them.",
+            "",
+        ]
+        if "steps" in first["scores"]:
+            lines += ["Exact answers, and steps before the first error:", ""]
+            lines += grid(found, ("exact", "steps"), "{:.0%} / {:.1f}")
+            lines += ["", "Steps, paired, with 95 % intervals:", ""]
+            lines += against(found, "beacon", "steps", ratio=True)
+        elif "likelihood" in first["scores"]:
+            lines += ["Mean log-probability of a token, and perplexity below:", ""]
+            lines += grid(found, ("likelihood",), "{:.4f}")
+            lines += ["", *perplexities(found), "", "Paired differences, in nats per token:", ""]
+            for ours in ("beacon", "beacon+recas"):
+                if any(name == ours for name, _ in found):
+                    lines += [*against(found, ours, "likelihood", ratio=False), ""]
+        else:
+            lines += grid(found, ("exact",), "{:.0%}")
+        lines += ["", *behaviour(found), ""]
+    return lines
+
+
+def perplexities(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
+    """Perplexity of each run, as a sentence."""
+    parts = [
+        f"{name} {math.exp(-fmean(run['scores']['likelihood'])):.2f}"
+        + (f" at {budget}" if budget else "")
+        for (name, budget), run in found.items()
+    ]
+    return ["Perplexity: " + ", ".join(parts) + "."]
+
+
+def behaviour(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
+    """Evictions per request, since a policy that is idle looks good."""
+    seen = [
+        (run["behaviour"]["evictions"], run["behaviour"]["evicted_tokens"])
+        for (_, budget), run in found.items()
+        if budget and run["behaviour"]
+    ]
+    if not seen:
+        return []
+    counts, tokens = zip(*seen, strict=True)
+    return [
+        f"Evictions per request {min(counts):.1f} to {max(counts):.1f}, "
+        f"evicted tokens {min(tokens):.0f} to {max(tokens):.0f}."
+    ]
+
+
+def ablations(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Steps before the first error of BeaconKV's variants."""
+    page = []
+    for record in lines:
+        first = next(iter(record["steps"].values()))
+        page += [
+            f"Budget {record['budget']}, {len(first)} chains, seed {record['seed']}:",
+            "",
+            "| variant | steps before the first error | 16:16 minus this, 95 % |",
+            "|---|---|---|",
+        ]
+        for name, steps in record["steps"].items():
+            page.append(
+                f"| {name} | {fmean(steps):.1f} | {paired(first, steps, mean_difference)} |"
+            )
+        page.append("")
+    return page
+
+
+def mechanism(record: Mapping[str, Any]) -> list[str]:
+    """The controlled study's medians."""
+    lines = [
+        f"{record['traces']} traces of {record['median_tokens']:.0f} tokens (median), one layer "
+        "and head each, of our own making: a comparison of mechanisms, not of the published data.",
+        "",
+        "| method | removed | mass | critical recall | interactions removed | error | cosine |",
+        "|---|---|---|---|---|---|---|",
+        "| *RECAS, published* | 65.5 % | 98.6 % | 100 % | 70.7 % | 1.40 % | 0.999988 |",
+    ]
+    for name, row in record["table"].items():
+        lines.append(
+            f"| {name} | {row['removed']:.1%} | {row['mass']:.1%} | {row['recall_mean']:.1%} | "
+            f"{row['interactions']:.1%} | {row['error']:.2%} | {row['cosine']:.6f} |"
+        )
+    saved = record["latency"]["saved"]
+    lines += ["", f"Decode attention of a layer under RECAS, selection included: {-saved:.1%} "]
+    lines[-1] += "(published: -75.2 %)."
+    return lines
+
+
+def draw(found: Mapping[tuple[str, int | None], Run], path: Path) -> None:
+    """Steps before the first error against the budget, by method."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
+    names = list(dict.fromkeys(name for name, b in found if b))
+    markers = "osD^vP*Xh<>pd8H"
+    styles = {name: ("-", 2.2) if name in OURS else ("--", 1.0) for name in names}
+    for index, name in enumerate(names):
+        points = sorted(
+            (b, fmean(found[name, b]["scores"]["steps"])) for n, b in found if n == name
+        )
+        line, width = styles[name]
+        axes.plot(
+            *zip(*points, strict=True),
+            line,
+            marker=markers[index % len(markers)],
+            linewidth=width,
+            markersize=5,
+            label=name,
+        )
+    axes.set_xlabel("budget (tokens per request)")
+    axes.set_ylabel("steps before the first error")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Write the page."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.results_page` from the files in `benchmarks/results/`, "
+        "each of which says its conditions; what went wrong on the way stands in [LOG.md](LOG.md).",
+        "",
+    ]
+    stored = RESULTS / "quality.jsonl"
+    if stored.exists():
+        runs = read([stored])
+        contract = runs[0]["contract"]
+        versions = ", ".join(f"{name} {version}" for name, version in contract["versions"].items())
+        lines += [
+            "## Answers from a bounded cache",
+            "",
+            f"`python -m benchmarks.quality --suite NAME`. {contract['hardware']['cpu']}, "
+            f"{contract['hardware']['cores']} cores; {versions}.",
+            "",
+        ]
+        chain = next((r for r in runs if r["contract"]["task"]["name"] == "revisit_chain"), None)
+        if chain is not None:
+            figure = RESULTS / "revisit_chain.png"
+            draw(cells(runs, chain["contract"]["task"]), figure)
+            lines += [f"![Steps by budget](../benchmarks/results/{figure.name})", ""]
+        lines += quality(runs)
+    if (stored := RESULTS / "ablations.jsonl").exists():
+        lines += ["## BeaconKV's parts", "", "`python -m benchmarks.ablations`.", ""]
+        lines += ablations(json.loads(line) for line in stored.read_text().splitlines())
+    if (stored := RESULTS / "recas_mechanism.json").exists():
+        lines += ["## RECAS's mechanism", "", "`python -m benchmarks.recas_mechanism`.", ""]
+        lines += mechanism(json.loads(stored.read_text()))
+    PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
