@@ -15,7 +15,7 @@ SHARED_PREFIX_MODES = ("auto", "pin", "copy")
 # A bound for every count of tokens: far above any context, far below any overflow.
 MAX_TOKENS = 2**30
 # The keys of `custom_params` that a request may use to override the server's policy.
-REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_policy_config")
+REQUEST_KEYS = ("kv_policy", "kv_budget", "kv_policy_config", "kv_trace")
 
 
 class ConfigError(ValueError):
@@ -48,6 +48,8 @@ class KVPolicyConfig:
     query_memory_mb : int or None
         MiB of device memory for the query buffers of running requests; None takes what is free
         on a GPU once the KV pool stands.
+    trace_directory : str or None
+        Where requests that ask for ``kv_trace`` are written down, for debugging; None refuses them.
     options : Mapping[str, object]
         The policy's own settings, checked by the policy.
 
@@ -65,6 +67,7 @@ class KVPolicyConfig:
     shared_prefix: str = "auto"
     prefix_beacons_mb: int = 256
     query_memory_mb: int | None = None
+    trace_directory: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +79,11 @@ class KVPolicyConfig:
         _require_int("prefix_beacons_mb in --kv-policy-config", self.prefix_beacons_mb, at_least=0)
         if self.query_memory_mb is not None:
             _require_int("query_memory_mb in --kv-policy-config", self.query_memory_mb, at_least=1)
+        if self.trace_directory is not None and not isinstance(self.trace_directory, str):
+            raise ConfigError(
+                "trace_directory in --kv-policy-config must be a path, "
+                f"not {self.trace_directory!r}."
+            )
         ratio = self.keep_ratio
         if not _is_number(ratio) or not 0 < ratio < 1:
             raise ConfigError(
@@ -119,6 +127,7 @@ class KVPolicyConfig:
             "shared_prefix": self.shared_prefix,
             "prefix_beacons_mb": self.prefix_beacons_mb,
             "query_memory_mb": self.query_memory_mb,
+            "trace_directory": self.trace_directory,
             "options": dict(self.options),
         }
 
@@ -145,6 +154,7 @@ SHARED_KEYS = (
     "shared_prefix",
     "prefix_beacons_mb",
     "query_memory_mb",
+    "trace_directory",
 )
 
 

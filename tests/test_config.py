@@ -171,7 +171,7 @@ def test_a_request_without_wishes_gets_the_servers_policy() -> None:
 
 
 def test_a_request_may_change_policy_and_budget() -> None:
-    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget", "kv_policy_config"}
+    assert set(REQUEST_KEYS) == {"kv_policy", "kv_budget", "kv_policy_config", "kv_trace"}
     assert SERVER.with_request({"kv_budget": 64}) == dataclasses.replace(SERVER, budget=64)
     same = SERVER.with_request({"kv_policy": "beacon", "kv_budget": 64})
     assert same.options == {"n_beacon": 4}

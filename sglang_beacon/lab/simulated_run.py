@@ -191,6 +191,7 @@ class Run:
             state.buffer,
             state.memory,
             probe,
+            state.tracer,
         )
         if keep is None:
             return

@@ -21,6 +21,7 @@ from sglang_beacon.ops.rope import RopeTable
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.query_buffer import QueryBuffer
+from sglang_beacon.runtime.tracer import Tracer
 
 
 class KVView(NamedTuple):
@@ -50,6 +51,7 @@ class Work(NamedTuple):
     source: torch.Tensor | None = None
     target: torch.Tensor | None = None
     memory: Memory | None = None
+    tracer: Tracer | None = None
 
 
 def run(work: Sequence[Work], cache: KVView) -> None:
@@ -128,6 +130,7 @@ def choose(
     buffer: QueryBuffer | None,
     memory: Memory | None,
     probe: bool,
+    tracer: Tracer | None = None,
 ) -> torch.Tensor | None:
     """What an eviction keeps, as `Policy.keep` says; None if it is a probe, and nothing moves.
 
@@ -139,6 +142,8 @@ def choose(
         assert memory is not None
         memory.probe(plan, keep)
         return None
+    if tracer is not None:
+        tracer.eviction(policy, keys, seen, plan, keep)
     if memory is not None:
         memory.note_eviction(plan, keep)
     return keep
@@ -150,7 +155,16 @@ def _choose(
     assert work.source is not None
     keys = CachedKeys(cache.keys, work.source, cache.values)
     keep = choose(
-        work.policy, keys, cache.rope, cache.scale, plan, phase, work.buffer, work.memory, probe
+        work.policy,
+        keys,
+        cache.rope,
+        cache.scale,
+        plan,
+        phase,
+        work.buffer,
+        work.memory,
+        probe,
+        work.tracer,
     )
     if keep is None:
         return

@@ -16,6 +16,7 @@ from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.planner import plan_token
 from sglang_beacon.runtime.query_buffer import QueryBuffer
 from sglang_beacon.runtime.retention import Drop
+from sglang_beacon.runtime.tracer import Tracer
 
 
 class RequestState:
@@ -31,6 +32,8 @@ class RequestState:
         Of the policy.
     memory : Memory or None
         Signals, bounds and active set, for policies that need them.
+    tracer : Tracer or None
+        Of a request that asked to be written down.
     shape : BufferShape or None
         Of the query buffer; None when the policy does not observe.
     buffer : QueryBuffer or None
@@ -64,6 +67,7 @@ class RequestState:
         self.shape = policy.observes if policy is not None else None
         self.page_size = page_size
         self.recas = policy.recas if policy is not None else None
+        self.tracer: Tracer | None = None
         self.memory: Memory | None = None
         if policy is not None and policy.signals is not None:
             self.memory = Memory(policy.signals, policy.recas, config)
@@ -89,6 +93,8 @@ class RequestState:
         self.life += 1
         if self.memory is not None:
             self.memory.restart()
+        if self.tracer is not None:
+            self.tracer.restart()
         self._clear()
 
     def _clear(self) -> None:

@@ -7,23 +7,22 @@ with the request takes it along.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_beacon import policies
-from sglang_beacon.config import REQUEST_KEYS, ConfigError, KVPolicyConfig
+from sglang_beacon.config import ConfigError, KVPolicyConfig
 from sglang_beacon.core import EvictionPlan, RequestPlan
-from sglang_beacon.policies.base import Policy
 from sglang_beacon.runtime.allowance import pinned
 from sglang_beacon.runtime.compactor import Work
 from sglang_beacon.runtime.request import RequestState
 from sglang_beacon.srt import admission, attention, compat
 from sglang_beacon.srt.admission import Limits
-from sglang_beacon.srt.metrics import Counters, Exporter
+from sglang_beacon.srt.factory import PolicyFactory, write_trace
+from sglang_beacon.srt.metrics import Exporter
 from sglang_beacon.srt.server_args import config_of, needs_prefix_cache
 
 if TYPE_CHECKING:
@@ -33,52 +32,6 @@ if TYPE_CHECKING:
     from sglang_beacon.srt.prefix import PrefixCache
 
 logger = logging.getLogger(__name__)
-
-
-class PolicyFactory:
-    """Builds request states; equal configurations share one policy object.
-
-    Attributes
-    ----------
-    config : KVPolicyConfig
-        Of requests that do not choose their own.
-    default : Policy
-        Of that configuration.
-    limits : Limits
-        Of this scheduler, handed to every request.
-    counters : Counters
-    exporter : Exporter or None
-        None without ``--enable-metrics``.
-    """
-
-    def __init__(
-        self,
-        config: KVPolicyConfig,
-        default: Policy,
-        page_size: int,
-        limits: Limits,
-        exporter: Exporter | None,
-    ) -> None:
-        self.config = config
-        self.default = default
-        self.page_size = page_size
-        self.limits = limits
-        self.counters = Counters()
-        self.exporter = exporter
-
-    def state_for(self, custom_params: Any) -> RequestState:
-        """State of a new request; `ConfigError` if its ``custom_params`` ask for nonsense."""
-        asked = isinstance(custom_params, Mapping) and any(k in custom_params for k in REQUEST_KEYS)
-        if not asked:
-            return RequestState(self.config, self.default, self.page_size)
-        config = self.config.with_request(custom_params)
-        policy = policies.create(config, self.page_size)
-        if policy is not None and policy.signals is not None and self.default.signals is None:
-            raise ConfigError(
-                f"kv_policy {config.policy!r} needs a server that was started with a policy of its "
-                f"kind: use --kv-policy {config.policy}."
-            )
-        return RequestState(config, policy, self.page_size)
 
 
 def start(
@@ -119,8 +72,9 @@ def _prepare(scheduler: Scheduler, config: KVPolicyConfig) -> None:
     if reporter.current_scheduler_metrics_enabled:
         exporter = Exporter(reporter.metrics_collector.labels, config.policy)
     limits = Limits(capacity, worker.most_observing())
+    first = torch.distributed.get_rank(scheduler.attn_tp_cpu_group) == 0
     scheduler.kv_policy = PolicyFactory(
-        config, worker.policy, scheduler.page_size, limits, exporter
+        config, worker.policy, scheduler.page_size, limits, exporter, first
     )
     logger.info("KV policy %s; %s", config.as_dict(), worker.describe())
 
@@ -138,7 +92,7 @@ def admit(
         params = req.sampling_params
         req.kv_limits = factory.limits
         try:
-            req.kv_policy = factory.state_for(params.custom_params)
+            req.kv_policy = factory.state_for(params.custom_params, req.rid)
             if req.kv_policy.policy is not None and (params.beam_width or 1) > 1:
                 raise ConfigError(
                     "beam search does not work with kv_policy: ask for kv_policy 'none'."
@@ -191,7 +145,9 @@ def evict(scheduler: Scheduler, batch: ScheduleBatch) -> None:
             if plan.eviction.detach:
                 _ask_in_again(batch)
             _count(scheduler.kv_policy, req, plan.eviction)
-        work = Work(plan, state.policy, state.buffer, *move, memory=state.memory)
+        work = Work(
+            plan, state.policy, state.buffer, *move, memory=state.memory, tracer=state.tracer
+        )
         _worker(scheduler).enqueue(state, work)
     if any(shrunk):
         _shrink(batch, shrunk)
@@ -212,6 +168,8 @@ def forget(original: Callable[..., None], req: Req, *args: Any, **kwargs: Any) -
         return
     if state.freed:
         req.skip_radix_cache_insert = False
+    if state.tracer is not None and req.finished():
+        write_trace(req)
     state.reset()
 
 
