@@ -1,4 +1,4 @@
-"""The ``sglang-beacon`` command: plan a deployment, fetch the demo model, check the installation.
+"""The ``sglang-beacon`` command: plan a deployment, try it, and look into it.
 
 Each command imports what it needs when it runs, so that ``plan`` works without torch.
 """
@@ -18,6 +18,7 @@ from sglang_beacon.capacity import MemoryEstimate, ModelShape
 
 _FAILED = 2
 _INTERRUPTED = 130
+_UNREACHABLE = 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after an error, 130 when interrupted."""
+    """Run one command and return its exit code: 0, 1 if nobody answers, 2 after an error."""
     args = _build_parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -61,6 +62,17 @@ def _build_parser() -> argparse.ArgumentParser:
     demo.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="where to put it")
     demo.set_defaults(run=_demo_model)
 
+    watch = commands.add_parser("watch", help="what a running server's requests hold, live")
+    watch.add_argument("url", metavar="URL", help="of the server: http://localhost:30000")
+    watch.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
+    watch.add_argument("--once", action="store_true", help="show it once and leave")
+    watch.set_defaults(run=_watch)
+
+    report = commands.add_parser("report", help="draw a request's trace as one HTML page")
+    report.add_argument("trace", type=Path, metavar="TRACE.json")
+    report.add_argument("--out", type=Path, metavar="PAGE.html", help="(beside the trace)")
+    report.set_defaults(run=_report)
+
     doctor = commands.add_parser("doctor", help="check that this installation can serve")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -86,6 +98,26 @@ def _demo_model(args: argparse.Namespace) -> int:
     except demo_model.DemoModelError as error:
         return _fail(str(error))
     print(directory)
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from sglang_beacon.lab.watch import WatchError, watch
+
+    try:
+        watch(args.url, args.every, times=1 if args.once else None)
+    except WatchError as error:
+        print(f"sglang-beacon: {error}", file=sys.stderr)
+        return _UNREACHABLE
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from sglang_beacon.lab import report
+
+    out = args.out or args.trace.with_suffix(".html")
+    out.write_text(report.page(report.read(args.trace)), encoding="utf-8")
+    print(out)
     return 0
 
 

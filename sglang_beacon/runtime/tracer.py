@@ -61,22 +61,21 @@ class Tracer:
     ) -> None:
         """Note an eviction that keeps ``keep`` [layers, H_kv, plan.kept] of the cached tokens."""
         positions = self._extend(cache, plan)
-        pinned = positions[..., : plan.pinned]
-        self._positions = torch.cat((pinned, positions.gather(2, keep.cpu())), dim=2)
+        pinned = torch.arange(plan.pinned).expand(*keep.shape[:2], -1)
+        kept = torch.cat((pinned, keep.cpu()), dim=2)
+        self._positions = positions.gather(2, kept)
         self._seen = plan.lengths.logical
         self._count += 1
         if (self._count - 1) % self._every:
             return
         layers = self._chosen(len(cache.pools))
-        score = policy.score(cache, observations).cpu()
+        ranks = _ranks(policy.score(cache, observations).cpu()).gather(2, kept)
         self._evictions.append(
             {
                 "seen": plan.lengths.logical,
                 "held": plan.lengths.held,
                 "kept": {str(layer): self._positions[layer].tolist() for layer in layers},
-                "score": {
-                    str(layer): _by_position(positions[layer], score[layer]) for layer in layers
-                },
+                "score": {str(layer): _rounded(ranks[layer]) for layer in layers},
                 "distance": _distances(cache, observations, positions),
             }
         )
@@ -133,10 +132,13 @@ class Tracer:
         return [round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)]
 
 
-def _by_position(positions: torch.Tensor, score: torch.Tensor) -> list[list[float]]:
-    """Each head's score by rank, from 0 to 1 [H_kv, held], rounded: scales differ by method."""
-    order = score.argsort(-1).argsort(-1).float() / max(score.shape[-1] - 1, 1)
-    return [[round(value, 2) for value in head] for head in order.tolist()]
+def _ranks(score: torch.Tensor) -> torch.Tensor:
+    """Scores by their rank in each head, from 0 to 1: scales differ by method."""
+    return score.argsort(-1).argsort(-1).float() / max(score.shape[-1] - 1, 1)
+
+
+def _rounded(ranks: torch.Tensor) -> list[list[float]]:
+    return [[round(value, 2) for value in head] for head in ranks.tolist()]
 
 
 def _distances(

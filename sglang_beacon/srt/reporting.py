@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Key of a reply's `meta_info`.
 KEY = "kv_policy"
+# Running requests that ``/server_info`` tells of.
+MOST_SHOWN = 64
 
 
 def add_to_init_info(info: dict[str, Any], scheduler: Scheduler) -> None:
@@ -30,8 +32,15 @@ def add_to_controller_info(info: dict[str, Any], controller: DataParallelControl
 
 def add_to_internal_state(output: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
     """After `SchedulerInternalStateController.get_internal_state`: for ``/server_info``."""
-    policy = controller.scheduler.kv_policy
-    output.internal_state[KEY] = {**policy.config.as_dict(), "counters": asdict(policy.counters)}
+    scheduler = controller.scheduler
+    policy = scheduler.kv_policy
+    running = scheduler.running_batch.reqs
+    output.internal_state[KEY] = {
+        **policy.config.as_dict(),
+        "counters": asdict(policy.counters),
+        "requests_in_all": len(running),
+        "requests": [{"rid": req.rid, **summary(req)} for req in running[:MOST_SHOWN]],
+    }
 
 
 def add_to_replies(streamer: type[SchedulerOutputStreamer], scheduler: Scheduler) -> type:

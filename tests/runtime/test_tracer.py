@@ -50,9 +50,11 @@ def test_kept_tokens_are_the_simulators(
         assert list(noted["kept"]) == ["0", "1", "2", "3"]
         for layer, heads in noted["kept"].items():
             assert heads == kept[int(layer)].tolist()
-            for score in noted["score"][layer]:
-                assert len(score) == noted["held"]
+            for score, head in zip(noted["score"][layer], heads, strict=True):
+                assert len(score) == len(head) < noted["held"]
                 assert 0 <= min(score) <= max(score) <= 1
+                # What stays is, sinks and newest aside, the better part.
+                assert sum(score) / len(score) > 0.5
         if policy == "beacon":
             rows = torch.tensor(noted["distance"])
             assert rows.shape == (4, 4)

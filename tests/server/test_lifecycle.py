@@ -95,6 +95,8 @@ def test_policies_and_budgets_of_their_own(server: Server) -> None:
         ({"kv_budget": True}, "kv_budget"),
         ({"kv_policy_config": {"aggregation": "sum"}}, "aggregation"),
         ({"kv_policy_config": 3}, "kv_policy_config"),
+        ({"kv_trace": True}, "trace_directory in --kv-policy-config"),
+        ({"kv_trace": "yes"}, "kv_trace must be true or false"),
         ({"kv_policy": "recas"}, "needs a server that was started"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,7 +17,9 @@ from sglang.test.kits.abort_timeout_kit import AbortAllMixin
 from sglang.test.kits.basic_scheduler_stress_kit import BasicSchedulerStressMixin
 from support.server import Server
 
+from sglang_beacon.lab import report
 from sglang_beacon.lab.serving import free_port
+from sglang_beacon.lab.watch import snapshot
 from sglang_beacon.srt.frontend import PolicyEndpoint
 
 BUDGET = 128
@@ -27,9 +30,15 @@ PREAMBLE = (
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path):
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, traces: Path):
     with Server(
         "--dtype", "float32", "--kv-policy", "beacon", "--kv-budget", str(BUDGET),
+        "--kv-policy-config", json.dumps({"trace_directory": str(traces)}),
         "--max-total-tokens", "12000", "--enable-cache-report", model=demo_model,
         threads=1,
     ) as server:  # fmt: skip
@@ -70,6 +79,42 @@ def test_a_program_chooses_its_budget(server: Server) -> None:
     )
     (policy,) = state.policies
     assert (policy["policy"], policy["budget"]) == ("streaming", 200)
+
+
+def test_a_traced_request_becomes_a_page(server: Server, traces: Path) -> None:
+    """And while it runs, it can be watched."""
+    asked = {"kv_trace": True, "kv_budget": 96}
+    body = {
+        "text": PREAMBLE,
+        "rid": "story",
+        "sampling_params": {
+            "temperature": 0, "max_new_tokens": 200, "ignore_eos": True, "custom_params": asked,
+        },
+        "stream": True,
+    }  # fmt: skip
+    with server.open_post("/generate", body) as response:
+        lines = response.iter_lines()
+        for _ in range(100):
+            next(lines)
+        state = snapshot(server.url)
+        list(lines)
+    (request,) = state["requests"]
+    assert (request["rid"], request["policy"]) == ("story", "beacon")
+    assert 0 < request["held_tokens"] <= 96 + 1
+    # Written when the request is released, right after its last token was sent.
+    server.wait_idle()
+    trace = report.read(traces / "story.json")
+    count = trace["policy"]["logical_tokens"]
+    # The last token is never computed.
+    assert len(trace["tokens"]) == len(trace["words"]) == count + 1
+    assert "".join(trace["words"]).startswith("You are the keeper of a lighthouse")
+    assert len(trace["evictions"]) == trace["policy"]["evictions"] > 3
+    for eviction in trace["evictions"]:
+        for layer in eviction["kept"].values():
+            for head in layer:
+                assert head == sorted(set(head))
+                assert head[-1] == eviction["seen"] - 1
+    assert "lighthouse" in report.page(trace)
 
 
 def test_chat_completions_choose_their_budget(server: Server) -> None:
