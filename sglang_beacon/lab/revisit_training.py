@@ -64,6 +64,7 @@ CURRICULUM = (
     Stage((8, 16, 20, 24), 24, 2000, 3072),
     Stage((8, 16, 24), 72, 600, 5120),
     Stage((8, 16, 24), 200, 300, 6144, finish=False),
+    Stage((8, 16, 24), 200, 150, 6144, finish=False),
 )
 
 
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[RevisitChain.name])
     parser.add_argument("--start", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--from-stage", type=int, default=0)
+    parser.add_argument("--peak-rate", type=float, default=1.2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
@@ -194,7 +196,14 @@ def main() -> None:
         model = Qwen3ForCausalLM.from_pretrained(options.start).float().train()
     else:
         model = new_model(options.seed)
-    train(model, options.tasks, CURRICULUM[options.from_stage :], options.seed, options.out)
+    train(
+        model,
+        options.tasks,
+        CURRICULUM[options.from_stage :],
+        options.seed,
+        options.out,
+        options.peak_rate,
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -79,6 +80,27 @@ def test_a_program_chooses_its_budget(server: Server) -> None:
     )
     (policy,) = state.policies
     assert (policy["policy"], policy["budget"]) == ("streaming", 200)
+
+
+TUTORIALS = Path(__file__).parents[2] / "tutorials" / "frontend"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        ("self_consistency", ["--tokens", "120", "--budget", "96"], r"held by each thought: \[\d+"),
+        ("thought_then_json", ["--tokens", "150", "--budget", "96"], r"\{'animal': '[a-z]+'"),
+        ("agent_loop", ["--days", "3", "--tokens", "30"], r"'tool': '\w+', 'prompt': \d+"),
+    ],
+)
+def test_example_programs(server: Server, program: str, arguments: list[str], says: str) -> None:
+    """As a user runs them, in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, str(TUTORIALS / f"{program}.py"), server.url, *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(says, done.stdout), done.stdout
 
 
 def test_a_traced_request_becomes_a_page(server: Server, traces: Path) -> None:
