@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_beacon.lab.revisit_acceptance import accept
 from sglang_beacon.lab.revisit_chain import (
+    CHECKPOINT,
     STEP_TOKENS,
     VOCABULARY,
     Chain,
@@ -89,3 +94,21 @@ def test_grades() -> None:
         assert wrong.correct_tokens == index - chain.n_prompt
     with pytest.raises(ValueError, match="tokens said"):
         grade(chain, answer[:-1])
+
+
+def test_the_shipped_model_is_fit() -> None:
+    """Exact with everything kept, and with the facts, the first tokens and a window."""
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    found = accept(model, RevisitChain(), 24, budget=64)
+    assert found["full_exact"] == 1.0
+    assert found["oracle_exact"] >= 0.95
+    stored = json.loads((CHECKPOINT / "acceptance.json").read_text())
+    (main,) = [each for each in stored if (each["n_keys"], each["n_steps"]) == (16, 72)]
+    assert main["chains"] == 400
+    assert min(main["full_exact"], main["oracle_exact"]) >= 0.95
+
+
+def test_the_tokenizer_says_the_words() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    chain = RevisitChain().sample(random.Random(0))
+    assert tokenizer(" ".join(words(chain)))["input_ids"] == list(chain.tokens)

@@ -1,0 +1,98 @@
+"""Whether a RevisitChain model is fit for comparing policies.
+
+``python -m sglang_beacon.lab.revisit_acceptance`` writes ``acceptance.json`` beside the checkpoint.
+A model is fit if it is exact with everything kept, and still with nothing but the table and a
+window: then whoever forgets a fact fails for that reason alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sglang_beacon.lab.revisit_chain import CHECKPOINT, Chain, Grade, RevisitChain, grade
+
+BATCH, PREFIX = 25, 4
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel, chains: Sequence[Chain], window: int | None) -> list[Grade]:
+    """How far a greedy continuation of each chain is right.
+
+    Greedy decoding is right as long as every next token is predicted from the right ones before, so
+    one forward tells.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    chains : sequence of Chain
+        Of one shape: their facts lie at the same places.
+    window : int or None
+        From the first step on, a token sees the facts, the first `PREFIX` tokens, which no policy
+        evicts, and the newest `window` tokens; None lets it see everything.
+    """
+    first = chains[0]
+    place = torch.arange(len(first.tokens))
+    seen = place <= place[:, None]
+    if window is not None:
+        near = place[:, None] - place < window
+        near[:, list(first.facts)] = True
+        near[:, :PREFIX] = True
+        near[: first.first_step] = True
+        seen &= near
+    grades = []
+    for begin in range(0, len(chains), BATCH):
+        batch = chains[begin : begin + BATCH]
+        tokens = torch.tensor([chain.tokens for chain in batch])
+        mask = seen.expand(len(batch), 1, -1, -1)
+        said = model(input_ids=tokens, attention_mask=mask).logits.argmax(-1)
+        for chain, row in zip(batch, said.tolist(), strict=True):
+            grades.append(grade(chain, row[chain.n_prompt - 1 : -1]))
+    return grades
+
+
+def accept(model: PreTrainedModel, task: RevisitChain, count: int, budget: int) -> dict[str, Any]:
+    """Shares of exact chains with everything kept, and with the facts and a window."""
+    draw = random.Random(400)
+    chains = [task.sample(draw) for _ in range(count)]
+    window = budget - len(chains[0].facts) - PREFIX
+    full, oracle = answers(model, chains, None), answers(model, chains, window)
+    return {
+        **asdict(task),
+        "chains": count,
+        "full_exact": sum(each.exact for each in full) / count,
+        "oracle_budget": budget,
+        "oracle_exact": sum(each.exact for each in oracle) / count,
+        "oracle_lost_revisits": sum(bool(each.lost_revisit) for each in oracle),
+    }
+
+
+def main() -> None:
+    """Check the sizes that the benchmarks use."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
+    parser.add_argument("--chains", type=int, default=400)
+    args = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32).eval()
+    results = []
+    for task, count in (
+        (RevisitChain(), args.chains),
+        (RevisitChain(n_keys=8), args.chains // 4),
+        (RevisitChain(n_keys=24), args.chains // 4),
+        (RevisitChain(n_steps=200), args.chains // 8),
+    ):
+        results.append(accept(model, task, count, budget=2 * task.n_keys + 32))
+        print(results[-1], flush=True)
+    (args.checkpoint / "acceptance.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
