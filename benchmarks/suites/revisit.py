@@ -27,6 +27,7 @@ class ChainTask(Task):
     error is not a lost revisit.
     """
 
+    name: str
     kind: RevisitChain | VariableTracking
     chains: int
     seed: int = 0
@@ -36,7 +37,6 @@ class ChainTask(Task):
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         self._chains: list[Chain] = [self.kind.sample(draw) for _ in range(self.chains)]
-        self.name = self.kind.name
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -92,13 +92,12 @@ class ChainTask(Task):
 def suite(chains: int, seed: int = 0, sampled: bool = False) -> Suite:
     """The main task, the same with other sizes, and the one of another shape."""
     how: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95} if sampled else {}
-    kinds = (
-        RevisitChain(),
-        RevisitChain(n_keys=8),
-        RevisitChain(n_keys=24),
-        RevisitChain(n_steps=200),
-        VariableTracking(),
-    )
-    tasks = [ChainTask(kind, chains, seed, **how) for kind in kinds]
+    kinds = {
+        "revisit_chain": RevisitChain(),
+        "revisit_chain_8_keys": RevisitChain(n_keys=8),
+        "revisit_chain_24_keys": RevisitChain(n_keys=24),
+        "revisit_chain_200_steps": RevisitChain(n_steps=200),
+    }
+    tasks = [ChainTask(name, kind, chains, seed, **how) for name, kind in kinds.items()]
     pool = ("--max-total-tokens", "80000", "--skip-tokenizer-init")
     return Suite("revisit", CHECKPOINT, tasks, (192, 160, 128, 112, 96), pool)

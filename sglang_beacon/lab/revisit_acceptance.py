@@ -20,7 +20,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_beacon.lab.revisit_chain import CHECKPOINT, Chain, Grade, RevisitChain, grade
 
-BATCH, PREFIX = 25, 4
+BATCH = 25
+# What every policy keeps: the first tokens, and the newest ones.
+PREFIX, WINDOW = 4, 16
+
+
+def visible(chain: Chain, window: int | None) -> torch.Tensor:
+    """What each token of a chain sees, bool [T, T]; see `answers`."""
+    place = torch.arange(len(chain.tokens))
+    seen = place <= place[:, None]
+    if window is not None:
+        near = place[:, None] - place < window
+        near[:, list(chain.facts)] = True
+        near[:, :PREFIX] = True
+        near[: chain.first_step] = True
+        seen &= near
+    return seen
 
 
 @torch.no_grad()
@@ -39,15 +54,7 @@ def answers(model: PreTrainedModel, chains: Sequence[Chain], window: int | None)
         From the first step on, a token sees the facts, the first `PREFIX` tokens, which no policy
         evicts, and the newest `window` tokens; None lets it see everything.
     """
-    first = chains[0]
-    place = torch.arange(len(first.tokens))
-    seen = place <= place[:, None]
-    if window is not None:
-        near = place[:, None] - place < window
-        near[:, list(first.facts)] = True
-        near[:, :PREFIX] = True
-        near[: first.first_step] = True
-        seen &= near
+    seen = visible(chains[0], window)
     grades = []
     for begin in range(0, len(chains), BATCH):
         batch = chains[begin : begin + BATCH]
@@ -72,6 +79,7 @@ def accept(model: PreTrainedModel, task: RevisitChain, count: int, budget: int) 
         "oracle_budget": budget,
         "oracle_exact": sum(each.exact for each in oracle) / count,
         "oracle_lost_revisits": sum(bool(each.lost_revisit) for each in oracle),
+        "window": window,
     }
 
 
@@ -89,7 +97,7 @@ def main() -> None:
         (RevisitChain(n_keys=24), args.chains // 4),
         (RevisitChain(n_steps=200), args.chains // 8),
     ):
-        results.append(accept(model, task, count, budget=2 * task.n_keys + 32))
+        results.append(accept(model, task, count, budget=2 * task.n_keys + PREFIX + WINDOW))
         print(results[-1], flush=True)
     (args.checkpoint / "acceptance.json").write_text(json.dumps(results, indent=1) + "\n")
 

@@ -21,7 +21,7 @@ from support.server import Server, check_decode_steps
 from sglang_beacon.lab.random_model import random_prompt as prompt
 
 PAGE = int(os.environ.get("HISTORY_PAGE", "16"))
-STEPS = int(os.environ.get("HISTORY_STEPS", "2000"))
+STEPS = int(os.environ.get("HISTORY_STEPS", "1000"))
 SLOTS, BUDGET = 1536, 96
 
 

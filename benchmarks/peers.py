@@ -1,0 +1,137 @@
+"""Against kvpress, which compresses while decoding in Hugging Face `generate`.
+
+    python -m benchmarks.peers --kvpress-python ENVIRONMENT/bin/python
+
+The same model, prompts, number of threads and budget; SnapKV on both sides, and BeaconKV on ours.
+kvpress runs all requests in step and batches only equal prompts, so that is what is asked here.
+Memory is resident: what loading the model took, and the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.conditions import store
+from sglang_beacon.lab.demo_model import ensure
+from sglang_beacon.lab.random_model import random_prompt
+from sglang_beacon.lab.serving import Server
+
+KEEP_RATIO, WINDOW = 7 / 8, 32
+
+
+def kvpress(python: str, job: dict[str, Any]) -> dict[str, float]:
+    """One run of `benchmarks/kvpress_peer.py`."""
+    script = Path(__file__).with_name("kvpress_peer.py")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(job, file)
+        file.flush()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"])}
+        done = subprocess.run(
+            [python, str(script), file.name], env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"kvpress failed:\n{done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+class Memory:
+    """Peak resident memory of the process that computes, in MB."""
+
+    def __init__(self, server: Server) -> None:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        self._process = max(children, key=lambda child: child.memory_info().rss)
+        self.loaded = self.peak = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _now(self) -> float:
+        return float(self._process.memory_info().rss) / 1e6
+
+    def _poll(self) -> None:
+        while not self._done.wait(0.1):
+            self.peak = max(self.peak, self._now())
+
+
+def ours(policy: str, job: dict[str, Any]) -> dict[str, float]:
+    """A server of our own, asked the same at once."""
+    prompts: Sequence[list[int]] = job["prompts"]
+    slots = len(prompts) * (len(prompts[0]) + job["new_tokens"]) + 1000
+    if policy != "none":
+        slots = len(prompts) * 2 * job["budget"] + 1000
+    flags = (
+        "--dtype", "float32", "--max-total-tokens", str(slots), "--kv-policy", policy,
+        "--kv-budget", str(job["budget"]),
+    )  # fmt: skip
+    with Server(*flags, model=Path(job["model"]), threads=job["threads"]) as server:
+        server.generate(prompts[0], 4)
+        with Memory(server) as memory:
+            begin = time.perf_counter()
+            server.generate_all(
+                [{"input_ids": p, "max_new_tokens": job["new_tokens"]} for p in prompts]
+            )
+            seconds = time.perf_counter() - begin
+    rate = len(prompts) * job["new_tokens"] / seconds
+    return {"tokens_per_s": rate, "loaded_mb": memory.loaded, "peak_mb": memory.peak}
+
+
+def main() -> None:
+    """Run both sides in turns; prints medians and stores every round."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kvpress-python", required=True, help="of an environment with kvpress")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=600)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    model = ensure()
+    rounds = []
+    for number in range(args.rounds):
+        job = {
+            "model": str(model),
+            "prompts": [random_prompt(64, 100 * number + n) for n in range(args.requests)],
+            "new_tokens": args.new_tokens,
+            "keep_ratio": KEEP_RATIO,
+            "window": WINDOW,
+            "threads": args.threads,
+            "budget": args.budget,
+        }
+        row = {
+            "generate": kvpress(args.kvpress_python, {**job, "budget": 0}),
+            "generate, kvpress SnapKV": kvpress(args.kvpress_python, job),
+            **{f"server, {policy}": ours(policy, job) for policy in ("none", "snapkv", "beacon")},
+        }
+        rounds.append(row)
+        print(row, flush=True)
+    median = {
+        name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
+        for name in rounds[0]
+    }
+    setup = {key: value for key, value in vars(args).items() if key != "kvpress_python"}
+    store("peers", {"study": "kvpress", **setup, "rounds": rounds, "median": median})
+
+
+if __name__ == "__main__":
+    main()
