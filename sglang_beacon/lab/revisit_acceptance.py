@@ -25,14 +25,16 @@ BATCH = 25
 PREFIX, WINDOW = 4, 16
 
 
-def visible(chain: Chain, window: int | None) -> torch.Tensor:
-    """What each token of a chain sees, bool [T, T]; see `answers`."""
+def visible(chain: Chain, window: int | None, others: torch.Tensor | None = None) -> torch.Tensor:
+    """What each token of a chain sees, bool [T, T]; see `answers`. ``others`` [T] are seen too."""
     place = torch.arange(len(chain.tokens))
     seen = place <= place[:, None]
     if window is not None:
         near = place[:, None] - place < window
         near[:, list(chain.facts)] = True
         near[:, :PREFIX] = True
+        if others is not None:
+            near |= others
         near[: chain.first_step] = True
         seen &= near
     return seen

@@ -5,7 +5,7 @@
 on table and lookups; and fillers that need no memory, or the model learns to look far back for
 them.
 
-The checkpoint came from five runs, each going on from the one before (``run`` in its
+The checkpoint came from six runs, each going on from the one before (``run`` in its
 ``training.jsonl``): it was stopped where a curriculum was too steep.
 """
 
@@ -52,8 +52,8 @@ class Stage:
     finish
         Go on as soon as all but everything is right twice in a row.
     hidden
-        Share of updates in which the steps see nothing but the first tokens, the facts and a
-        window: a model that may look anywhere finds out the next addend by looking far back.
+        Share of updates in which the steps see the first tokens, the facts, a window, and at most
+        a part of the rest: a model that may look anywhere learns the next addend from far back.
     """
 
     n_keys: tuple[int, ...]
@@ -146,7 +146,9 @@ def train(
 
             mask = None
             if draw.random() < stage.hidden:
-                mask = visible(chains[0], WINDOW).expand(len(tokens), 1, -1, -1)
+                # Any part of the rest may be left, as by a policy.
+                others = torch.rand(tokens.shape[1]) < draw.choice([0.0, draw.random()])
+                mask = visible(chains[0], WINDOW, others).expand(len(tokens), 1, -1, -1)
             logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
