@@ -1,6 +1,6 @@
 """What a bounded cache costs in answers: methods x budgets x tasks, on a real server.
 
-    python -m benchmarks.quality --suite revisit                  # RevisitChain, variable tracking
+    python -m benchmarks.quality --suite revisit                  # RevisitChain
     python -m benchmarks.quality --suite perplexity               # SmolLM2 on essays
     python -m benchmarks.quality --suite needle
     python -m benchmarks.quality --suite reasoning --model Qwen/Qwen3-4B    # needs a GPU

@@ -1,4 +1,4 @@
-"""RevisitChain and variable tracking: reasoning that needs its own early thoughts, exactly."""
+"""RevisitChain: reasoning that needs its own early thoughts, exactly."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ChainTask(Task):
 
 
 def suite(chains: int, seed: int = 0, sampled: bool = False) -> Suite:
-    """The main task, the same with other sizes, and the one of another shape."""
+    """The main task, and the same with other sizes."""
     how: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95} if sampled else {}
     kinds = {
         "revisit_chain": RevisitChain(),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-# A Qwen3 of 0.8 M parameters that does both, trained by `revisit_training`.
+# A Qwen3 of 0.8 M parameters that does the first one, trained by `revisit_training`.
 CHECKPOINT = Path(__file__).parent / "checkpoints" / "revisit_chain"
 
 MAX_KEYS = 24

@@ -24,8 +24,8 @@ PREAMBLE = (
 
 
 @sgl.function
-def think_together(s: Any, question: str, thoughts: int, tokens: int) -> None:
-    """Fork over the question; ``s.ret_value`` counts the answers."""
+def think_together(s: Any, question: str, thoughts: int, tokens: int) -> Counter[str]:
+    """Fork over the question; counts the answers."""
     s += f"{PREAMBLE}Problem: {question}\nSolution:"
     # A fork shares what the tree has by then.
     s.sync()
@@ -33,7 +33,7 @@ def think_together(s: Any, question: str, thoughts: int, tokens: int) -> None:
     forks += sgl.gen("thought", max_tokens=tokens, temperature=0.6, top_p=0.95)
     answers = [last_number(fork["thought"]) for fork in forks]
     s.held = [fork.get_meta_info("thought")["kv_policy"]["held_tokens"] for fork in forks]
-    s.ret_value = Counter(answer for answer in answers if answer is not None)
+    return Counter(answer for answer in answers if answer is not None)
 
 
 def last_number(text: str) -> str | None:

@@ -19,13 +19,14 @@ ANSWER = r'\{"animal": "[a-z]{3,12}", "legs": [0-9]\}'
 
 
 @sgl.function
-def think_then_answer(s: Any, question: str, tokens: int) -> None:
-    """Think freely, then fill in the form; ``s.ret_value`` is the parsed answer."""
+def think_then_answer(s: Any, question: str, tokens: int) -> dict[str, Any]:
+    """Think freely, then fill in the form; returns the parsed answer."""
     s += f"Question: {question}\nLet me think about it at length.\n"
     s += sgl.gen("thought", max_tokens=tokens, temperature=0, ignore_eos=True)
     s += "\nSo the answer, as JSON, is: " + sgl.gen("answer", max_tokens=60, regex=ANSWER)
     s.policy = s.get_meta_info("thought")["kv_policy"]
-    s.ret_value = json.loads(s["answer"])
+    answer: dict[str, Any] = json.loads(s["answer"])
+    return answer
 
 
 def main() -> None:
