@@ -88,9 +88,9 @@ TUTORIALS = Path(__file__).parents[2] / "tutorials" / "frontend"
 @pytest.mark.parametrize(
     ("program", "arguments", "says"),
     [
-        ("self_consistency", ["--tokens", "120", "--budget", "96"], r"held by each thought: \[\d+"),
-        ("thought_then_json", ["--tokens", "150", "--budget", "96"], r"\{'animal': '[a-z]+'"),
-        ("agent_loop", ["--days", "3", "--tokens", "30"], r"'tool': '\w+', 'prompt': \d+"),
+        ("self_consistency", ["--tokens", "60", "--budget", "96"], r"held by each thought: \[\d+"),
+        ("thought_then_json", ["--tokens", "90", "--budget", "96"], r"\{'animal': '[a-z]+'"),
+        ("agent_loop", ["--days", "2", "--tokens", "20"], r"'tool': '\w+', 'prompt': \d+"),
     ],
 )
 def test_example_programs(server: Server, program: str, arguments: list[str], says: str) -> None:
@@ -110,13 +110,13 @@ def test_a_traced_request_becomes_a_page(server: Server, traces: Path) -> None:
         "text": PREAMBLE,
         "rid": "story",
         "sampling_params": {
-            "temperature": 0, "max_new_tokens": 200, "ignore_eos": True, "custom_params": asked,
+            "temperature": 0, "max_new_tokens": 120, "ignore_eos": True, "custom_params": asked,
         },
         "stream": True,
     }  # fmt: skip
     with server.open_post("/generate", body) as response:
         lines = response.iter_lines()
-        for _ in range(100):
+        for _ in range(60):
             next(lines)
         state = snapshot(server.url)
         list(lines)
