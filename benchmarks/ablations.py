@@ -27,7 +27,7 @@ from benchmarks.conditions import store
 from sglang_beacon import ops
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import Fold
-from sglang_beacon.lab.revisit_chain import CHECKPOINT, STEP_TOKENS, RevisitChain, grade
+from sglang_beacon.lab.revisit_chain import CHECKPOINT, RevisitChain, grade, steps_right
 from sglang_beacon.lab.simulated_run import Run
 from sglang_beacon.lab.simulator import Simulator
 from sglang_beacon.runtime.query_buffer import QueryBuffer
@@ -38,7 +38,11 @@ Choice = Callable[[torch.Tensor, int], torch.Tensor]
 
 def farthest(queries: torch.Tensor, count: int) -> torch.Tensor:
     """FPS over all of them."""
-    index = ops.farthest_point_sample(queries, count)
+    return _take(queries, ops.farthest_point_sample(queries, count))
+
+
+def _take(queries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The queries [heads, M, D] of some indices [heads, n]."""
     return queries.gather(1, index[..., None].expand(*index.shape, queries.shape[-1]))
 
 
@@ -53,8 +57,7 @@ def medoids(queries: torch.Tensor, count: int, rounds: int = 12) -> torch.Tensor
         # A centre that lost all its members stays where it was.
         centres = torch.where(sums.norm(dim=-1, keepdim=True) > 0, sums, centres)
         centres = torch.nn.functional.normalize(centres, dim=-1)
-    index = (centres @ unit.transpose(1, 2)).argmax(-1)
-    return queries.gather(1, index[..., None].expand(*index.shape, queries.shape[-1]))
+    return _take(queries, (centres @ unit.transpose(1, 2)).argmax(-1))
 
 
 def shared_by(group: int, queries: torch.Tensor, count: int) -> torch.Tensor:
@@ -153,9 +156,7 @@ def main() -> None:
             steps[name] = []
             for chain in chains:
                 said = simulator.generate(chain.prompt, len(chain.answer)).tokens
-                table = chain.first_step - chain.n_prompt
-                right = grade(chain, said).correct_tokens
-                steps[name].append(max(right - table, 0) / STEP_TOKENS)
+                steps[name].append(steps_right(chain, grade(chain, said)))
             lost = paired(next(iter(steps.values())), steps[name], mean_difference)
             print(f"{budget:4d} {name:32s} {fmean(steps[name]):6.1f}   16:16 minus this {lost}")
         store("ablations", {"study": "ablations", "budget": budget, "steps": steps, "seed": 1})

@@ -12,10 +12,11 @@ import statistics
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from benchmarks.conditions import store
 from sglang_beacon.lab.demo_model import ensure
@@ -112,31 +113,51 @@ def summarize(rounds: Sequence[Mapping[str, Row]]) -> dict[str, Row]:
     return summary
 
 
-class Watch:
-    """Polls a server while it works: peak slots in use, most requests at once, retractions."""
+class Polling(ABC):
+    """Looks at something again and again, from a thread of its own, while a block runs."""
 
-    def __init__(self, server: Server, interval_s: float = 0.2) -> None:
-        self.server = server
+    def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
-        self.row: Row = {"peak_slots": 0, "peak_running": 0, "retractions": 0}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._poll)
 
-    def __enter__(self) -> Watch:
-        self._retracted = self._retractions()
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._done.set()
         self._thread.join()
-        self.row["retractions"] = self._retractions() - self._retracted
 
     def _poll(self) -> None:
         while not self._done.wait(self.interval_s):
-            load = self.server.loads()[0]
-            self.row["peak_slots"] = max(self.row["peak_slots"], load["num_used_tokens"])
-            self.row["peak_running"] = max(self.row["peak_running"], load["num_running_reqs"])
+            self.look()
+
+    @abstractmethod
+    def look(self) -> None:
+        """Look once."""
+
+
+class Watch(Polling):
+    """A server while it works: peak slots in use, most requests at once, retractions."""
+
+    def __init__(self, server: Server, interval_s: float = 0.2) -> None:
+        super().__init__(interval_s)
+        self.server = server
+        self.row: Row = {"peak_slots": 0, "peak_running": 0, "retractions": 0}
+
+    def __enter__(self) -> Self:
+        self._retracted = self._retractions()
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self.row["retractions"] = self._retractions() - self._retracted
+
+    def look(self) -> None:
+        load = self.server.loads()[0]
+        self.row["peak_slots"] = max(self.row["peak_slots"], load["num_used_tokens"])
+        self.row["peak_running"] = max(self.row["peak_running"], load["num_running_reqs"])
 
     def _retractions(self) -> int:
         return self.server.output().count("Retract requests")

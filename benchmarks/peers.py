@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.conditions import store
+from benchmarks.harness import Polling, summarize
 from sglang_beacon.lab.demo_model import ensure
 from sglang_beacon.lab.random_model import random_prompt
 from sglang_beacon.lab.serving import Server
@@ -48,30 +47,20 @@ def kvpress(python: str, job: dict[str, Any]) -> dict[str, float]:
     return result
 
 
-class Memory:
+class Memory(Polling):
     """Peak resident memory of the process that computes, in MB."""
 
     def __init__(self, server: Server) -> None:
+        super().__init__(interval_s=0.1)
         children = psutil.Process(server.process.pid).children(recursive=True)
         self._process = max(children, key=lambda child: child.memory_info().rss)
         self.loaded = self.peak = self._now()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._poll)
 
-    def __enter__(self) -> Memory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()
+    def look(self) -> None:
+        self.peak = max(self.peak, self._now())
 
     def _now(self) -> float:
         return float(self._process.memory_info().rss) / 1e6
-
-    def _poll(self) -> None:
-        while not self._done.wait(0.1):
-            self.peak = max(self.peak, self._now())
 
 
 def ours(policy: str, job: dict[str, Any]) -> dict[str, float]:
@@ -125,12 +114,8 @@ def main() -> None:
         }
         rounds.append(row)
         print(row, flush=True)
-    median = {
-        name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]}
-        for name in rounds[0]
-    }
     setup = {key: value for key, value in vars(args).items() if key != "kvpress_python"}
-    store("peers", {"study": "kvpress", **setup, "rounds": rounds, "median": median})
+    store("peers", {"study": "kvpress", **setup, "rounds": rounds, "median": summarize(rounds)})
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -66,9 +66,8 @@ SUITES: dict[str, Callable[[argparse.Namespace], Suite]] = {
 
 def options_of(method: Method, budget: int | None) -> dict[str, Any]:
     """A method's own options at a budget, which must not grow."""
-    return (
-        {**method.options, "max_budget": budget} if "recas" in method.policy else {**method.options}
-    )
+    fixed = {"max_budget": budget} if "recas" in method.policy else {}
+    return {**method.options, **fixed}
 
 
 def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outcome:
@@ -81,25 +80,14 @@ def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outco
     return task.run(server, params)
 
 
-@contextmanager
-def serving(
-    suite: Suite, args: argparse.Namespace, method: Method, budget: int | None
-) -> Iterator[Server]:
+def serving(suite: Suite, args: argparse.Namespace, method: Method, budget: int | None) -> Server:
     """A server whose own policy is the method."""
-    flags = [
-        "--dtype",
-        args.dtype,
-        "--random-seed",
-        "0",
-        *suite.flags,
-        "--kv-policy",
-        method.policy,
-    ]
+    flags = ["--dtype", args.dtype, "--random-seed", "0", *suite.flags]
+    flags += ["--kv-policy", method.policy]
     if budget is not None:
         config = {"shared_prefix": SHARED_PREFIX, **options_of(method, budget)}
         flags += ["--kv-budget", str(budget), "--kv-policy-config", json.dumps(config)]
-    with Server(*flags, model=suite.model, threads=args.threads) as server:
-        yield server
+    return Server(*flags, model=suite.model, threads=args.threads)
 
 
 def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:

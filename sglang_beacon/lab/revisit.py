@@ -10,13 +10,15 @@ both have to shrink, and `Thresholds.of` says how.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+
+from sglang_beacon.lab.interception import intercepted
 
 PAPER_KEYS, PAPER_DISTANCE = 150, 200
 
@@ -161,28 +163,11 @@ class _Watch:
         self.queries: list[torch.Tensor] = []
         self.found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    @contextmanager
-    def attending(self) -> Iterator[None]:
-        model = self.model
-        before = model.config._attn_implementation
-        AttentionInterface.register("revisit_watch", self._attend)
-        hooks = []
-        for layer in model.get_decoder().layers:
-            attention = layer.self_attn
-            module = attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
-            hooks.append(module.register_forward_hook(self._take))
-        model.config._attn_implementation = "revisit_watch"
-        try:
-            yield
-        finally:
-            model.config._attn_implementation = before
-            for hook in hooks:
-                hook.remove()
+    def attending(self) -> AbstractContextManager[None]:
+        return intercepted(self.model, self._attend, self._take)
 
-    def _take(self, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        heads = self.model.config.num_attention_heads
-        tokens = output.shape[1]
-        self.queries.append(output.detach().float().reshape(tokens, heads, -1).transpose(0, 1))
+    def _take(self, layer: int, queries: torch.Tensor) -> None:
+        self.queries.append(queries.float().transpose(0, 1))
 
     def _attend(
         self,

@@ -94,6 +94,12 @@ class Grade:
         return self.lost_revisit is None
 
 
+def steps_right(chain: Chain, graded: Grade) -> float:
+    """Steps before the first wrong token, and what of the step it is in was right."""
+    said_before = chain.first_step - chain.n_prompt
+    return max(graded.correct_tokens - said_before, 0) / STEP_TOKENS
+
+
 def grade(chain: Chain, said: Sequence[int]) -> Grade:
     """Compare what a model said with the correct continuation.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
 from sglang_beacon.core import CachedKeys, EvictionPlan, ObservationPhase
+from sglang_beacon.lab.interception import intercepted
 from sglang_beacon.ops.rope import rotate
 from sglang_beacon.runtime.beacon_store import Beacons
 from sglang_beacon.runtime.compactor import carry_out, choose
@@ -71,23 +72,9 @@ class Run:
         self.scale = simulator.layers[0].self_attn.scaling
         self.result.memory = self.state.memory
 
-    @contextmanager
-    def attending(self) -> Iterator[None]:
+    def attending(self) -> AbstractContextManager[None]:
         """Route the model's attention through `_attend`, and its queries to us."""
-        model = self.sim.model
-        before = model.config._attn_implementation
-        AttentionInterface.register("beacon_simulator", self._attend)
-        hooks = [
-            _query_module(layer).register_forward_hook(self._take_queries(index))
-            for index, layer in enumerate(self.sim.layers)
-        ]
-        model.config._attn_implementation = "beacon_simulator"
-        try:
-            yield
-        finally:
-            model.config._attn_implementation = before
-            for hook in hooks:
-                hook.remove()
+        return intercepted(self.sim.model, self._attend, self._take_queries)
 
     def lose_cache(self) -> None:
         """Forget all that was computed."""
@@ -131,10 +118,7 @@ class Run:
             newest = torch.stack(self.queries)[:, begin - end :][:, -self.sim.config.n_recent :]
             positions = torch.arange(end - newest.shape[1], end)[:, None]
             rotated = rotate(newest, positions, self.sim.table)
-            values = self._pools("values")
-            state.memory.after_prefill(
-                self._cached_keys(), values, rotated, self.prompt_tokens, self.scale
-            )
+            state.memory.after_prefill(self._cached_keys(), rotated, self.prompt_tokens, self.scale)
         if state.buffer is None:
             return
         for index, queries in enumerate(self.queries):
@@ -155,7 +139,6 @@ class Run:
             position = self.length - 1
             memory.after_token(
                 self._cached_keys(),
-                self._pools("values"),
                 rotate(queries, torch.tensor([position]), self.sim.table),
                 torch.tensor(self.result.tokens[-1]),
                 position,
@@ -282,12 +265,8 @@ class Run:
         if self.decoding and memory is not None:
             memory.norms[layer] = output[0, :, -1].float().norm(dim=-1)
 
-    def _take_queries(self, index: int) -> Any:
-        def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            head_dim = output.numel() // output.shape[1] // self.num_heads
-            self.queries[index] = output.detach().view(-1, self.num_heads, head_dim)
-
-        return hook
+    def _take_queries(self, layer: int, queries: torch.Tensor) -> None:
+        self.queries[layer] = queries
 
     def _new_buffer(self) -> QueryBuffer:
         attention, heads = self.sim.layers[0].self_attn, self.num_heads
@@ -305,9 +284,3 @@ class Run:
 def _visible(cached: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """The visible part [H_kv, held, D] of what one layer cached [1, H_kv, N, D]."""
     return cached[0].gather(1, visible[..., None].expand(-1, -1, cached.shape[-1]))
-
-
-def _query_module(layer: torch.nn.Module) -> torch.nn.Module:
-    """The module whose output is a layer's queries right before RoPE."""
-    attention = layer.self_attn
-    return attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj

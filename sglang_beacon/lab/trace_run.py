@@ -117,9 +117,7 @@ class TraceRun:
             state.after_prefill(0, 0, prompt)
         if self.memory is not None:
             self.memory.begin(1, 1, 1, "none", "cpu")
-            self.memory.after_prefill(
-                self._cache(), [self.values], torch.empty(1, 0, 1, DIM), prompt, 1.0
-            )
+            self.memory.after_prefill(self._cache(), torch.empty(1, 0, 1, DIM), prompt, 1.0)
 
     def _cache(self) -> CachedKeys:
         return CachedKeys([self.keys], self.held, [self.values])
@@ -137,9 +135,7 @@ class TraceRun:
             state.buffer.append(state.after_token(), query.view(1, 1, DIM))
         if memory is not None:
             queries = query.view(1, 1, DIM)
-            memory.after_token(
-                self._cache(), [self.values], queries, torch.tensor(0), position, 1.0
-            )
+            memory.after_token(self._cache(), queries, torch.tensor(0), position, 1.0)
         lengths = state.lengths(0, len(self.held))
         plan = state.plan(lengths, state.settle(lengths, share=0))
         if not plan.is_empty:

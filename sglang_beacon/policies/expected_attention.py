@@ -10,7 +10,7 @@ import torch
 from sglang_beacon.config import MAX_TOKENS, ConfigError, KVPolicyConfig
 from sglang_beacon.core import Alignment, BufferShape, CachedKeys, Observations
 from sglang_beacon.policies.base import Policy
-from sglang_beacon.policies.recent_window import MAX_WINDOW
+from sglang_beacon.policies.recent_window import require_window
 
 
 class ExpectedAttentionPolicy(Policy):
@@ -36,8 +36,7 @@ class ExpectedAttentionPolicy(Policy):
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
-        if not 1 <= self.options["window"] <= MAX_WINDOW:
-            raise ConfigError(f"window in --kv-policy-config must lie between 1 and {MAX_WINDOW}.")
+        require_window(self.options["window"])
         if not 1 <= self.options["n_future"] < MAX_TOKENS:
             raise ConfigError("n_future in --kv-policy-config must be positive.")
 

@@ -26,8 +26,7 @@ class RecentWindowPolicy(Policy):
 
     def __init__(self, config: KVPolicyConfig, page_size: int = 1) -> None:
         super().__init__(config, page_size)
-        if not 1 <= self.observes.n_recent <= MAX_WINDOW:
-            raise ConfigError(f"window in --kv-policy-config must lie between 1 and {MAX_WINDOW}.")
+        require_window(self.observes.n_recent)
         kernel = self.options.get("kernel", 1)
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError("kernel in --kv-policy-config must be a positive odd number.")
@@ -57,6 +56,12 @@ class RecentWindowPolicy(Policy):
         return torch.stack(
             [self.score_layer(cache.layer(index), weights) for index, weights in enumerate(layers)]
         )
+
+
+def require_window(size: int) -> None:
+    """Refuse a window of no queries, or of too many."""
+    if not 1 <= size <= MAX_WINDOW:
+        raise ConfigError(f"window in --kv-policy-config must lie between 1 and {MAX_WINDOW}.")
 
 
 def attention_weights(cache: CachedKeys, observations: Observations) -> Iterator[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +76,6 @@ class Memory:
     def after_prefill(
         self,
         cache: CachedKeys,
-        values: Sequence[torch.Tensor],
         queries: torch.Tensor,
         prompt: int,
         scale: float,
@@ -87,8 +85,7 @@ class Memory:
         Parameters
         ----------
         cache : CachedKeys
-            Of all tokens held.
-        values : sequence of Tensor [num_slots, H_kv, D]
+            Of all tokens held, with their values.
         queries : Tensor [layers, n, H_q, D]
             Of the newest tokens, rotated.
         prompt : int
@@ -102,7 +99,8 @@ class Memory:
         credit = self.settings.credit
         signals.extend(before, said, credit, self.settings.prompt_evidence)
         signals.extend(said, held, credit)
-        signals.see_values(values, cache.slots[before:])
+        assert cache.values is not None
+        signals.see_values(cache.values, cache.slots[before:])
         for index in range(queries.shape[1]):
             seen = held - queries.shape[1] + 1 + index
             self._note(cache, queries[:, index], seen, seen - 1, scale)
@@ -110,7 +108,6 @@ class Memory:
     def after_token(
         self,
         cache: CachedKeys,
-        values: Sequence[torch.Tensor],
         queries: torch.Tensor,
         token: torch.Tensor,
         position: int,
@@ -120,7 +117,8 @@ class Memory:
         signals = self.signals
         assert signals is not None
         signals.extend(position, position + 1, self.settings.credit)
-        signals.see_values(values, cache.slots[-1:])
+        assert cache.values is not None
+        signals.see_values(cache.values, cache.slots[-1:])
         if self.settings.delimiters:
             signals.see_token(token, position, self._delimiters)
         weights = self.active.take_weights() if self.active is not None else None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from sglang_beacon.core import CachedKeys, EvictionPlan, Observations
-from sglang_beacon.ops.beacon_score import observed_weights
 from sglang_beacon.policies.base import Policy
+from sglang_beacon.policies.recent_window import attention_weights
 
 VERSION = 1
 MOST_EVICTIONS = 48
@@ -34,22 +34,18 @@ class Tracer:
         Where its file goes.
     name : str
         Of the request; what is no letter, digit, dash or underscore becomes an underscore.
-    layers : sequence of int
-        Those whose kept tokens are written; empty: up to `MOST_LAYERS`, evenly spread.
     """
 
-    def __init__(self, directory: Path, name: str, layers: Sequence[int] = ()) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self.path = directory / f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)[:80]}.json"
-        self._layers = list(layers)
         self._evictions: list[dict[str, Any]] = []
         self._every, self._count = 1, 0
         self.restart()
 
     def restart(self) -> None:
         """The cache was lost, and will be computed again."""
-        # Logical positions [layers, H_kv, held] after the newest eviction, and what was seen then.
+        # Logical positions [layers, H_kv, held] after the newest eviction.
         self._positions: torch.Tensor | None = None
-        self._seen = 0
 
     def eviction(
         self,
@@ -64,11 +60,10 @@ class Tracer:
         pinned = torch.arange(plan.pinned).expand(*keep.shape[:2], -1)
         kept = torch.cat((pinned, keep.cpu()), dim=2)
         self._positions = positions.gather(2, kept)
-        self._seen = plan.lengths.logical
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        layers = self._chosen(len(cache.pools))
+        layers = _spread(len(cache.pools))
         ranks = _ranks(policy.score(cache, observations).cpu()).gather(2, kept)
         self._evictions.append(
             {
@@ -125,11 +120,11 @@ class Tracer:
         new = torch.arange(plan.lengths.logical - held + before.shape[2], plan.lengths.logical)
         return torch.cat((before, new.expand(layers, heads, -1)), dim=2)
 
-    def _chosen(self, layers: int) -> list[int]:
-        if self._layers:
-            return [layer for layer in self._layers if layer < layers][:MOST_LAYERS]
-        count = min(layers, MOST_LAYERS)
-        return [round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)]
+
+def _spread(layers: int) -> list[int]:
+    """The layers that are written, `MOST_LAYERS` at most, from the first to the last."""
+    count = min(layers, MOST_LAYERS)
+    return [round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)]
 
 
 def _ranks(score: torch.Tensor) -> torch.Tensor:
@@ -145,18 +140,15 @@ def _distances(
     cache: CachedKeys, observations: Observations, positions: torch.Tensor
 ) -> list[list[float]] | None:
     """How far the observed queries of each layer and head look, the farthest of them, in tokens."""
-    queries, visible = observations.queries, observations.visible
-    if queries is None or visible is None:
+    if observations.queries is None:
         return None
-    layers, kv_heads, held = cache.shape
-    keys = max(1, min(MOST_KEYS, held // 10))
+    keys = max(1, min(MOST_KEYS, len(cache.slots) // 10))
     rows = []
-    for layer in range(layers):
-        weights = observed_weights(cache.layer(layer), queries[layer], visible, observations.scale)
-        top = weights.cpu().view(kv_heads, -1, held).topk(keys, dim=-1).indices
-        place = positions[layer][:, None].expand(-1, top.shape[1], -1)
-        away = observations.position - place.gather(2, top).float().mean(-1)
+    layers = attention_weights(cache, observations)
+    for place, weights in zip(positions, layers, strict=True):
+        top = weights.cpu().topk(keys, dim=-1).indices
+        seen = place[:, None, None].expand(*weights.shape).gather(3, top)
+        away = observations.position - seen.float().mean(-1)
         # One number for each query head, of all its queries.
-        farthest = away.view(len(queries[layer]), -1).amax(-1)
-        rows.append([round(value, 1) for value in farthest.tolist()])
+        rows.append([round(value, 1) for value in away.amax(-1).flatten().tolist()])
     return rows

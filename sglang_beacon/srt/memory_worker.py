@@ -103,8 +103,7 @@ class MemoryWorker:
         for row in self._rows:
             row.memory.norms.copy_(norms[:, row.index])
             row.memory.after_token(
-                CachedKeys(self._cache.keys, row.slots),
-                self._cache.values,
+                CachedKeys(self._cache.keys, row.slots, self._cache.values),
                 queries[:, row.index],
                 batch.input_ids[row.index],
                 row.position,
@@ -115,8 +114,7 @@ class MemoryWorker:
         """Take in a stretch of every prompt."""
         for row in self._rows:
             row.memory.after_prefill(
-                CachedKeys(self._cache.keys, row.slots),
-                self._cache.values,
+                CachedKeys(self._cache.keys, row.slots, self._cache.values),
                 torch.stack(self._prompts[row.index]),
                 len(batch.reqs[row.index].origin_input_ids),
                 self._cache.scale,

@@ -44,6 +44,24 @@ class TeacherForcing(CustomLogitProcessor):
         return logits
 
 
+def forced_request(
+    prompt: Sequence[int], text: Sequence[int], free: int, custom_params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The body for ``/generate`` that says `text` after `prompt`, then `free` tokens of its own."""
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": len(text) + free,
+            "ignore_eos": True,
+            "custom_params": {**custom_params, FORCED: list(text)},
+        },
+        "custom_logit_processor": TeacherForcing.to_str(),
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+
+
 def forced_logprobs(meta_info: Mapping[str, Any], count: int) -> list[float]:
     """The log-probability [nat] that each of the first `count` forced tokens had.
 

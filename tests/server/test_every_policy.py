@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sglang_beacon.lab.random_model import random_prompt as prompt
 from sglang_beacon.policies import POLICIES, POLICY_NAMES
-from sglang_beacon.srt.teacher_forcing import FORCED, TeacherForcing, forced_logprobs
+from sglang_beacon.srt.teacher_forcing import forced_logprobs, forced_request
 
 BUDGET, PAGE, SLOTS = 80, 16, 12_288
 Reply = dict[str, Any]
@@ -42,6 +42,14 @@ def job(policy: str, asked: int, said: int, seed: int) -> dict[str, Any]:
 def jobs(asked: int, said: int, same_prompt: bool = False) -> list[dict[str, Any]]:
     seeds = [1 if same_prompt else 100 + index for index in range(len(POLICY_NAMES))]
     return [job(name, asked, said, seed) for name, seed in zip(POLICY_NAMES, seeds, strict=True)]
+
+
+def begun(server: Server, some: list[dict[str, Any]]) -> tuple[threading.Thread, list[Reply]]:
+    """A thread that asks them all, and the list that has the replies once it has ended."""
+    replies: list[Reply] = []
+    thread = threading.Thread(target=lambda: replies.extend(server.generate_all(some)))
+    thread.start()
+    return thread, replies
 
 
 def short(server: Server) -> list[Reply]:
@@ -74,9 +82,7 @@ def chunked(server: Server) -> list[Reply]:
 
 def retracted(server: Server) -> list[Reply]:
     """Memory is taken away twice; all is said, and whoever is bounded holds no more than before."""
-    replies: list[Reply] = []
-    thread = threading.Thread(target=lambda: replies.extend(server.generate_all(jobs(40, 150))))
-    thread.start()
+    thread, replies = begun(server, jobs(40, 150))
     for _ in range(2):
         time.sleep(1.5)
         server.retract_all()
@@ -86,9 +92,7 @@ def retracted(server: Server) -> list[Reply]:
 
 
 def aborted(server: Server) -> list[Reply]:
-    replies: list[Reply] = []
-    thread = threading.Thread(target=lambda: replies.extend(server.generate_all(jobs(40, 550))))
-    thread.start()
+    thread, replies = begun(server, jobs(40, 550))
     time.sleep(3)
     while thread.is_alive():
         server.post("/abort_request", {"abort_all": True})
@@ -131,15 +135,8 @@ def test_a_given_text_under_every_policy(server: Server, random_qwen3: Path) -> 
     asked, text, free = prompt(10, 7), prompt(150, 8), 5
 
     def ask(policy: str) -> dict[str, Any]:
-        params = {**job(policy, 1, 1, 0)["custom_params"], FORCED: text}
-        sampling = {"temperature": 0, "max_new_tokens": len(text) + free, "ignore_eos": True}
-        body = {
-            "input_ids": asked,
-            "sampling_params": {**sampling, "custom_params": params},
-            "custom_logit_processor": TeacherForcing.to_str(),
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-        }
+        params = job(policy, 1, 1, 0)["custom_params"]
+        body = forced_request(asked, text, free, params)
         return server.post("/generate", body).json()
 
     replies = dict(zip(POLICY_NAMES, server.at_once(ask, POLICY_NAMES), strict=True))
