@@ -13,12 +13,11 @@ from sglang_beacon.policies.recas import RecasPolicy
 
 
 class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
-    """Keep what beacons attend to, and what has been revisited.
+    """Keep what beacons attend to, and what has been attended to.
 
-    The score is ``BeaconKV's + evidence_weight g``: beacons foretell revisits that have not
-    happened yet, evidence remembers those that have. RECAS's relevance and history have no part
-    in it, since the recent queries among the observations say what they would. Bounds, budget and
-    active set are RECAS's.
+    The score is the sum of both: beacons foretell revisits that have not happened yet, RECAS's
+    evidence remembers those that have, and its relevance and history speak for the rest. Bounds,
+    budget and active set are RECAS's.
 
     Cost: BeaconKV's and RECAS's together.
 
@@ -29,6 +28,5 @@ class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
     defaults: ClassVar[Mapping[str, Any]] = {**BeaconPolicy.defaults, **RecasPolicy.defaults}
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
-        assert observations.signals is not None
         foretold = BeaconPolicy.score(self, cache, observations)
-        return foretold + self._weighted_evidence(observations.signals)
+        return foretold + RecasPolicy.score(self, cache, observations)

@@ -20,7 +20,8 @@ class SignalSettings:
         History that a token starts with, in attention mass: who has just come has not had its
         chance yet.
     significance : float
-        Multiples of the average weight that attention has to exceed to count.
+        Multiples of the average weight that attention has to exceed to count; a hundredth of all
+        attention counts in any case.
     note_every : int
         Queries from one whose attention is noted to the next.
     far_distance : int

@@ -11,6 +11,8 @@ from sglang_beacon.core import TokenSignals
 
 # Three signals of 4 bytes, or five, and a position of 8, per layer and KV head.
 BYTES_PER_TOKEN = 28
+# Attention that counts however few tokens share it.
+SIGNIFICANT = 0.01
 
 
 class Revisits(NamedTuple):
@@ -138,7 +140,8 @@ class Signals:
             What earlier history is multiplied with.
         revisits : Revisits
         significance : float
-            Multiples of the average weight that attention has to exceed to count.
+            Multiples of the average weight that attention has to exceed to count; `SIGNIFICANT`
+            counts in any case.
         """
         held = slice(0, self.held)
         positions = self.positions[..., held]
@@ -148,7 +151,8 @@ class Signals:
         self.noted = self.noted * decay + 1
         self.relevance[..., held] = weights
         # What anything gets adds up over ten thousands of queries, and would drown a revisit.
-        counted = torch.where(weights * self.held > significance, weights, 0.0)
+        counts_from = min(significance / self.held, SIGNIFICANT)
+        counted = torch.where(weights > counts_from, weights, 0.0)
         self.history[..., held] *= decay
         self.history[..., held] += counted
         self.evidence[..., held] += torch.where(revisited, counted, 0.0)

@@ -155,3 +155,24 @@ def test_a_head_start_fades() -> None:
         signals.note(torch.zeros(1, 1, 2), position, 0.5, Revisits(far=50))
     assert signals.history[0, 0, :2].tolist() == pytest.approx([0.5 / 8] * 2)
     assert signals.evidence[0, 0, :2].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("held", "weight", "counts"),
+    [
+        (100, 0.009, False),
+        (100, 0.011, True),  # A hundredth of all, if not eight times the average.
+        (2000, 0.0039, False),
+        (2000, 0.0041, True),  # Eight times the average, if not a hundredth of all.
+    ],
+)
+def test_what_is_eight_times_the_average_or_a_hundredth_of_all_counts(
+    held: int, weight: float, counts: bool
+) -> None:
+    signals = Signals(1, 1, held)
+    signals.extend(0, held)
+    weights = torch.zeros(1, 1, held)
+    weights[..., 3] = weight
+    signals.note(weights, held, 1.0, Revisits(far=32), significance=8.0)
+    assert bool(signals.evidence[0, 0, 3] > 0) is counts
+    assert bool(signals.history[0, 0, 3] > 0) is counts
