@@ -29,7 +29,8 @@ class KVPolicyConfig:
     Parameters
     ----------
     policy : str
-        Name in the registry of `sglang_beacon.policies`; ``"none"`` keeps everything.
+        Name in the registry of `sglang_beacon.policies`, or ``module:Class``; ``"none"`` keeps
+        everything.
     budget : int
         Tokens at which an eviction is due (``B_max``), per request, layer and KV head.
     keep_ratio : float
@@ -109,6 +110,11 @@ class KVPolicyConfig:
         budget = params.get("kv_budget", self.budget)
         if not isinstance(policy, str):
             raise ConfigError(f"kv_policy must be a policy's name, not {policy!r}.")
+        if ":" in policy and policy != self.policy:
+            raise ConfigError(
+                f"kv_policy {policy!r} would import code: "
+                f"start the server with --kv-policy {policy}."
+            )
         _require_int("kv_budget", budget, at_least=1)
         given = params.get("kv_policy_config", {})
         if not isinstance(given, Mapping):

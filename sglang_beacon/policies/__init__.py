@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from sglang_beacon.config import ConfigError, KVPolicyConfig, reject_unknown
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.beacon import BeaconPolicy
@@ -48,20 +50,35 @@ POLICY_NAMES = ("none", *POLICIES)
 def create(config: KVPolicyConfig, page_size: int = 1) -> Policy | None:
     """Build the policy a configuration names; None for ``"none"``.
 
+    A name with a colon, ``module:Class``, is a policy of somebody else's.
+
     Raises
     ------
     ConfigError
         If the policy or one of its options is unknown, or the budget is below what it needs.
     """
-    if config.policy not in POLICY_NAMES:
-        raise reject_unknown(config.policy, POLICY_NAMES, "--kv-policy")
     if not config.enabled:
         if config.options:
             raise ConfigError(
                 "--kv-policy-config has settings of a policy: name it by --kv-policy."
             )
         return None
-    return POLICIES[config.policy](config, page_size)
+    return _find(config.policy)(config, page_size)
+
+
+def _find(name: str) -> type[Policy]:
+    if ":" not in name:
+        if name not in POLICIES:
+            raise reject_unknown(name, POLICY_NAMES, "--kv-policy")
+        return POLICIES[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--kv-policy {name} cannot be imported: {error}.") from error
+    if not isinstance(found, type) or not issubclass(found, Policy):
+        raise ConfigError(f"--kv-policy {name} is not a subclass of sglang_beacon.policies.Policy.")
+    return found
 
 
 __all__ = ["POLICIES", "POLICY_NAMES", "Policy", "create"]

@@ -39,8 +39,8 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-policy",
         default=None,
-        help=f"Which method bounds each request's KV cache: {', '.join(policies.POLICY_NAMES)}. "
-        "Default: none.",
+        help=f"Which method bounds each request's KV cache: {', '.join(policies.POLICY_NAMES)}, "
+        "or module:Class for one of your own. Default: none.",
     )
     group.add_argument(
         "--kv-budget",

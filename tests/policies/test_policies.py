@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+import types
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -398,3 +400,34 @@ def test_settings_without_a_policy_are_refused() -> None:
 def test_a_seed_out_of_range_is_refused(seed: int) -> None:
     with pytest.raises(ConfigError, match="seed in --kv-policy-config"):
         policies.create(KVPolicyConfig(policy="random", options={"seed": seed}))
+
+
+class OwnPolicy(Policy):
+    """Keeps the tokens in the lowest slots."""
+
+    name = "own"
+
+    def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
+        layers, kv_heads, held = cache.shape
+        return -cache.slots.float().expand(layers, kv_heads, held)
+
+
+def test_a_policy_of_ones_own_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(Own=OwnPolicy, other=int))
+    own = policies.create(KVPolicyConfig(policy="mine:Own", budget=256))
+    assert isinstance(own, OwnPolicy)
+    for name, message in {
+        "mine:Else": "--kv-policy mine:Else cannot be imported: ",
+        "no.such:Own": "--kv-policy no.such:Own cannot be imported: No module named 'no'.",
+        ":Own": "--kv-policy :Own cannot be imported: Empty module name.",
+        "mine:other": "--kv-policy mine:other is not a subclass of sglang_beacon.policies.Policy.",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            policies.create(KVPolicyConfig(policy=name))
+
+
+def test_a_request_imports_nothing() -> None:
+    config = KVPolicyConfig(policy="mine:Own")
+    assert config.with_request({"kv_policy": "mine:Own", "kv_budget": 99}).budget == 99
+    with pytest.raises(ConfigError, match="would import code: start the server with --kv-policy"):
+        config.with_request({"kv_policy": "os:system"})

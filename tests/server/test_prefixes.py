@@ -22,7 +22,11 @@ SMALL, LARGE = 128, 640
 END = 1
 
 
-@pytest.fixture(scope="module", params=[1, 16, 64], ids=lambda page: f"page{page}")
+# Pages of 16 have servers of their own in most other modules.
+PAGES = [1, pytest.param(16, marks=pytest.mark.slow), 64]
+
+
+@pytest.fixture(scope="module", params=PAGES, ids=lambda page: f"page{page}")
 def page(request: pytest.FixtureRequest) -> int:
     return request.param
 
