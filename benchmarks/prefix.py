@@ -206,6 +206,11 @@ def _shared_prefix(seed: int, **distribution: Any) -> list[Job]:
     return [{"input_ids": row.prompt} for row in rows]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run one study."""
     args = parse(__doc__, tuple(STUDIES), rounds=5)
     STUDIES[args.study](args)
+
+
+if __name__ == "__main__":
+    main()

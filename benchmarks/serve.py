@@ -190,6 +190,11 @@ def token_gaps_ms(server: Server, job: dict[str, Any]) -> list[float]:
     return [1e3 * (after - before) for before, after in pairwise(stamps)]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run one study."""
     args = parse(__doc__, tuple(STUDIES), rounds=5)
     STUDIES[args.study](args)
+
+
+if __name__ == "__main__":
+    main()
