@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 
 from sglang_beacon.cli import main
 from sglang_beacon.lab import report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def trace(tokens: int, evictions: int, words: list[str] | None = None) -> dict[str, Any]:
@@ -64,6 +68,20 @@ def test_a_page_holds_all_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not re.findall(r"(?:src|href)=|https?://|@import|fetch\(", page)
     data = json.loads(re.search(r"const trace = (.*);", page)[1])
     assert data["words"] == words
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """The slider stands at the last eviction, and the text is there, each token marked."""
+    page = tmp_path / "page.html"
+    page.write_text(report.page(trace(12, 2, [f" word{n}" for n in range(12)])))
+    drawn = subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, check=True, timeout=120,
+    ).stdout  # fmt: skip
+    body = drawn[drawn.index("<body") :]
+    assert ">2 of 2, after 12 tokens, 12 held<" in body
+    assert all(f"word{n}</" in body for n in range(12))
 
 
 def test_a_huge_trace_makes_a_small_page() -> None:
