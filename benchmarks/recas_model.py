@@ -1,24 +1,27 @@
 """RECAS's active sets in a real model: the true error of each layer against the bound reported.
 
-SmolLM2-135M continues a text in the simulator, whose tokens are the server's. At every step and
-layer the output of attention over the active set is compared with that over all that is retained,
-and with the bound that the active set gives for itself::
+SmolLM2-135M continues a text, or the RevisitChain model a chain, in the simulator, whose tokens are
+the server's. At every step and layer the output of attention over the active set is compared with
+that over all that is retained, and with the bound that the active set gives for itself::
 
     python -m benchmarks.recas_model
+    python -m benchmarks.recas_model --model revisit_chain --epsilon 1.5
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.conditions import RESULTS, store
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.demo_model import ensure
+from sglang_beacon.lab.revisit_chain import CHECKPOINT, RevisitChain
 from sglang_beacon.lab.simulated_run import Run
 from sglang_beacon.lab.simulator import Simulator
 from sglang_beacon.runtime.memory import Memory
@@ -32,8 +35,7 @@ Errors = dict[str, torch.Tensor]
 class WatchedRun(Run):
     """A run that compares each step of its active set with everything retained."""
 
-    true: list[float]
-    bound: list[float]
+    sim: WatchedSimulator
 
     def _attend_sparsely(
         self,
@@ -50,15 +52,20 @@ class WatchedRun(Run):
         assert memory.active is not None
         bound = memory.active.errors[layer]
         assert bound is not None
-        WatchedRun.true.append(float((output - full).norm() / output.norm()))
-        WatchedRun.bound.append(float(bound))
+        self.sim.true.append(float((output - full).norm() / output.norm()))
+        self.sim.bound.append(float(bound))
         return output
 
 
 class WatchedSimulator(Simulator):
-    """A simulator of such runs."""
+    """A simulator of such runs, and what they saw."""
 
     run_class = WatchedRun
+
+    def __init__(self, model: PreTrainedModel, config: KVPolicyConfig) -> None:
+        super().__init__(model, config)
+        self.true: list[float] = []
+        self.bound: list[float] = []
 
 
 def measure(model: Any, tokens: list[int], selector: str, epsilon: float, steps: int) -> Any:
@@ -69,12 +76,12 @@ def measure(model: Any, tokens: list[int], selector: str, epsilon: float, steps:
         "max_budget": BUDGET,
         "ladder": [32, 64, 96, 128, 192, 256],
     }
-    WatchedRun.true, WatchedRun.bound = [], []
     config = KVPolicyConfig(policy="recas", budget=BUDGET, options=options)
-    result = WatchedSimulator(model, config).generate(tokens, steps)
+    simulator = WatchedSimulator(model, config)
+    result = simulator.generate(tokens, steps)
     layers = model.config.num_hidden_layers
     true, bound = (
-        torch.tensor(each).view(-1, layers) for each in (WatchedRun.true, WatchedRun.bound)
+        torch.tensor(each).view(-1, layers) for each in (simulator.true, simulator.bound)
     )
     assert result.memory is not None
     return true, bound, result.memory.report()
@@ -109,23 +116,38 @@ def draw(true: Errors, bound: Errors, epsilon: float, path: Path) -> None:
         panel.set_yscale("log")
         panel.set_title(selector)
         panel.set_xlabel("layer")
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("relative error of the attention output")
     axes[-1].legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
+def smollm2(prompt: int) -> tuple[Path, list[int]]:
+    """The demo model, and the first tokens of a text."""
+    directory = ensure()
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    return directory, AutoTokenizer.from_pretrained(directory)(text)["input_ids"][:prompt]
+
+
+def revisit_chain(prompt: int) -> tuple[Path, list[int]]:
+    """The model that looks up its own thoughts, and the first tokens of a chain."""
+    return CHECKPOINT, list(RevisitChain().sample(random.Random(0)).tokens[:prompt])
+
+
+MODELS = {"smollm2": smollm2, "revisit_chain": revisit_chain}
+
+
 def main() -> None:
     """Measure every selector, print a table, keep it and draw it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--epsilon", type=float, default=0.1)
     parser.add_argument("--prompt", type=int, default=300, help="tokens of the text")
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    directory = ensure()
+    directory, tokens = MODELS[args.model](args.prompt)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
-    tokens = AutoTokenizer.from_pretrained(directory)(text)["input_ids"][: args.prompt]
     true, bound, reports = {}, {}, {}
     for selector in SELECTORS:
         true[selector], bound[selector], reports[selector] = measure(
@@ -148,7 +170,7 @@ def main() -> None:
         for selector in SELECTORS
     }
     store("recas_model", {"study": "recas_model", **vars(args), "budget": BUDGET, "rows": rows})
-    draw(true, bound, args.epsilon, RESULTS / "recas_model.png")
+    draw(true, bound, args.epsilon, RESULTS / f"recas_{args.model}.png")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -29,9 +30,14 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
 }
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
 
 class Server:
     """One server process on a free local port; a context manager that ends it.
+
+    It does not outlive the thread that starts it.
 
     Parameters
     ----------
@@ -74,6 +80,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         self._wait(timeout_s)
 
@@ -219,6 +226,11 @@ class Server:
     ) -> dict[str, Any]:
         params = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         return {"input_ids": list(input_ids), "sampling_params": {**params, **sampling}}
+
+
+def end_with_parent() -> None:
+    """In a process just forked: end when the thread that started it does, killed or not (Linux)."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
