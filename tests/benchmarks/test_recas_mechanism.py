@@ -12,7 +12,7 @@ def test_quick_study(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.recas_mechanism", "--quick", "--jobs", "1"]
     result = subprocess.run(
         [*command, "--kept", str(tmp_path / "traces.jsonl")],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     lines = result.stdout.splitlines()
     assert "seeds 0 to 31" in lines[0]
