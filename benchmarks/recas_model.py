@@ -16,56 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.conditions import RESULTS, store
 from sglang_beacon.config import KVPolicyConfig
+from sglang_beacon.lab.active_errors import ErrorSimulator
 from sglang_beacon.lab.demo_model import ensure
 from sglang_beacon.lab.revisit_chain import CHECKPOINT, RevisitChain
-from sglang_beacon.lab.simulated_run import Run
-from sglang_beacon.lab.simulator import Simulator
-from sglang_beacon.runtime.memory import Memory
 
 BUDGET = 384
 SELECTORS = ("exact", "pages", "sketch")
 # [steps, layers] of each selector.
 Errors = dict[str, torch.Tensor]
-
-
-class WatchedRun(Run):
-    """A run that compares each step of its active set with everything retained."""
-
-    sim: WatchedSimulator
-
-    def _attend_sparsely(
-        self,
-        memory: Memory,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        output = super()._attend_sparsely(memory, layer, queries, keys, values)
-        grouped = queries.view(self.num_kv_heads, -1, queries.shape[-1])
-        weights = (grouped @ keys.permute(1, 2, 0) * self.scale).softmax(-1)
-        full = (weights @ values.transpose(0, 1)).flatten(0, 1)
-        assert memory.active is not None
-        bound = memory.active.errors[layer]
-        assert bound is not None
-        self.sim.true.append(float((output - full).norm() / output.norm()))
-        self.sim.bound.append(float(bound))
-        return output
-
-
-class WatchedSimulator(Simulator):
-    """A simulator of such runs, and what they saw."""
-
-    run_class = WatchedRun
-
-    def __init__(self, model: PreTrainedModel, config: KVPolicyConfig) -> None:
-        super().__init__(model, config)
-        self.true: list[float] = []
-        self.bound: list[float] = []
 
 
 def measure(model: Any, tokens: list[int], selector: str, epsilon: float, steps: int) -> Any:
@@ -77,11 +39,10 @@ def measure(model: Any, tokens: list[int], selector: str, epsilon: float, steps:
         "ladder": [32, 64, 96, 128, 192, 256],
     }
     config = KVPolicyConfig(policy="recas", budget=BUDGET, options=options)
-    simulator = WatchedSimulator(model, config)
+    simulator = ErrorSimulator(model, config)
     result = simulator.generate(tokens, steps)
-    layers = model.config.num_hidden_layers
     true, bound = (
-        torch.tensor(each).view(-1, layers) for each in (simulator.true, simulator.bound)
+        torch.tensor(simulator.errors).view(-1, model.config.num_hidden_layers, 2).unbind(2)
     )
     assert result.memory is not None
     return true, bound, result.memory.report()
