@@ -8,7 +8,7 @@ PYTHON="${PYTHON:-python3}"
 
 if [[ "${1:-}" != "--dry-run" ]]; then
     "$PYTHON" -m pytest -q tests/ops -k kernel
-    "$PYTHON" -m pytest -q tests/flashinfer_ext
+    "$PYTHON" -m pytest -q tests/flashinfer_ext tests/runtime/test_active_batch.py
 fi
 "$PYTHON" -m benchmarks.gpu.kernels "$@"
 "$PYTHON" -m benchmarks.gpu.decode "$@"

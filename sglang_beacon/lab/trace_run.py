@@ -42,8 +42,6 @@ class Outcome(NamedTuple):
         Relative error of the output, mean of queries.
     cosine : float
         Of the output with that over the whole cache, mean of queries.
-    bound : float
-        Mean of what RECAS says its active sets drop; 0 for others.
     """
 
     removed: float
@@ -52,7 +50,6 @@ class Outcome(NamedTuple):
     interactions: float
     error: float
     cosine: float
-    bound: float
 
 
 class TraceRun:
@@ -96,7 +93,6 @@ class TraceRun:
                 self._ask(position, needed[position])
             self._step(position)
         mass, read, error, cosine = (fmean(column) for column in zip(*self.seen, strict=True))
-        active = self.memory.active if self.memory is not None else None
         return Outcome(
             removed=1 - len(self.held) / len(trace.keys),
             mass=mass,
@@ -104,7 +100,6 @@ class TraceRun:
             interactions=1 - read,
             error=error,
             cosine=cosine,
-            bound=active.report.mean if active is not None else 0.0,
         )
 
     def _begin(self) -> None:

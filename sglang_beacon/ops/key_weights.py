@@ -39,7 +39,9 @@ def take_listed(pool: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -
     heads = torch.arange(slots.shape[1], device=slots.device)[:, None]
     # Rows of a flat pool: several times as fast as indexing by slot and head, on a CPU.
     row = torch.where(inside, slots, 0).long() * pool.shape[1] + heads
-    vectors = pool.flatten(0, 1).index_select(0, row.flatten()).float().view(*row.shape, -1)
+    vectors = (
+        pool.flatten(0, 1).index_select(0, row.flatten()).float().view(*row.shape, pool.shape[2])
+    )
     return vectors if inside.all() else vectors.masked_fill(~inside[..., None], 0.0)
 
 

@@ -5,17 +5,16 @@ What is left out stays in the cache, and may be read by the next step.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from sglang_beacon import ops
 from sglang_beacon.policies.recas_settings import RecasSettings
-from sglang_beacon.runtime.bounds import output_error
 from sglang_beacon.runtime.mailbox import Mailbox
-from sglang_beacon.runtime.selectors import Query, Selector
+from sglang_beacon.runtime.ranked_read import Rows, in_order, read_ranked
+from sglang_beacon.runtime.selectors import Query, Ranking, Selector
 
 
 class ActiveReport(NamedTuple):
@@ -55,8 +54,12 @@ class ActiveSet:
 
     Attributes
     ----------
+    epsilon : float
+        The target.
+    always : (int, int)
+        ``n_prefix`` and ``n_recent``.
     counts, errors : list of Tensor [H_kv] int64, list of Tensor [] float32
-        Tokens that each layer and head read in the newest step, and the bound on each layer's
+        Tokens that each layer and head reads in the step in flight, and the bound on each layer's
         relative error.
     """
 
@@ -71,12 +74,13 @@ class ActiveSet:
     ) -> None:
         self.selector = selector
         self.report = ActiveReport()
+        self.epsilon, self.always = settings.epsilon, (n_prefix, n_recent)
         self._settings = settings
-        self._always = n_prefix, n_recent
         self._mailbox = Mailbox()
         self._layers = layers
         self.counts: list[torch.Tensor | None] = [None] * layers
         self.errors: list[torch.Tensor | None] = [None] * layers
+        self._dropped: list[torch.Tensor | None] = [None] * layers
         self._weights: list[torch.Tensor | None] = [None] * layers
         self._steps = 0
         # Sums of ratio, mass and excess over layers and steps; the largest mass and error.
@@ -99,11 +103,24 @@ class ActiveSet:
         self._take_report(position)
 
     def end(self, position: int) -> None:
-        """After that step: send what it did on its way."""
-        self._steps += 1
-        if position % self._settings.probe_interval == 0:
+        """After that step: add up what it did, and now and then send it on its way."""
+        if None not in self.counts:
+            self._add_up()
+        if self._steps and position % self._settings.probe_interval == 0:
             done = torch.tensor([self._steps], dtype=torch.float64, device=self._sums.device)
             self._mailbox.send(position, torch.cat((done, self._sums, self._largest.double())))
+
+    def _add_up(self) -> None:
+        counts, dropped, errors = (
+            torch.stack([each for each in layers if each is not None])
+            for layers in (self.counts, self._dropped, self.errors)
+        )
+        self.counts = [None] * self._layers
+        self._steps += 1
+        ratio = counts.double() / self._held
+        excess = (errors > self.epsilon).double()
+        self._sums += torch.stack((ratio.mean(1), dropped.double().mean(1), excess)).sum(1)
+        self._largest = torch.maximum(self._largest, torch.stack((dropped.max(), errors.max())))
 
     def attend(
         self,
@@ -136,60 +153,53 @@ class ActiveSet:
         Tensor [H_q, D]
         """
         heads, held = k_pool.shape[1], len(slots)
-        newest = v_pool[slots[-1]].float().norm(dim=-1)
-        value_norm = torch.maximum(value_norm, newest)
-        sizes = self._usable_sizes(held)
-        if sizes:
+        if sizes := self.usable_sizes(held):
             query = Query(layer, queries, k_pool, slots, scale, self._forced(held, slots.device))
-            order, drop, weights = self.selector.rank(query, sizes)
-            tolerance = self._settings.epsilon * norms.norm() / math.sqrt(len(queries))
-            fits = output_error(value_norm[:, None], drop) <= tolerance
-            steps = torch.tensor([*sizes, held], device=slots.device)
-            choice = torch.where(fits.any(1), fits.int().argmax(1), len(sizes))
-            counts = steps[choice]
-            delta = torch.nn.functional.pad(drop, (0, 1)).gather(1, choice[:, None])[:, 0]
-            listed = slots[order]
+            ranking = self.selector.rank(query, sizes)
         else:
-            counts = torch.full((heads,), held, device=slots.device)
-            delta = torch.zeros(heads, device=slots.device)
-            listed = slots.expand(heads, -1)
-        attended = ops.sparse_decode(
-            queries[None], k_pool, v_pool, listed[None], counts[None], scale
+            ranking = in_order(heads, held, slots.device)
+        one = functools.partial(torch.tensor, device=slots.device)
+        read = read_ranked(
+            Rows(queries[None], slots[None], one([held]), value_norm[None], norms[None]),
+            Ranking(ranking.order[None], ranking.drop[None]),
+            one([sizes], dtype=torch.int64),
+            one([self.epsilon]),
+            k_pool,
+            v_pool,
+            scale,
         )
-        self.counts[layer] = counts
-        self._weights[layer] = weights if sizes else attended.weights[0]
-        output = attended.output[0]
-        self.errors[layer] = self._tally(counts, held, delta, value_norm, output)
-        return output
+        weights = ranking.weights if sizes else read.weights[0]
+        self.note(layer, held, read.counts[0], read.dropped[0], read.errors[0], weights)
+        return read.output[0]
 
-    def _usable_sizes(self, held: int) -> Sequence[int]:
+    def note(
+        self,
+        layer: int,
+        held: int,
+        counts: torch.Tensor,
+        dropped: torch.Tensor,
+        errors: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> None:
+        """Take in what a layer read of ``held`` tokens: one row of a `ranked_read.Read`.
+
+        ``weights`` [H_kv, N] are by row position, where they are known.
+        """
+        self._held = held
+        self.counts[layer], self._dropped[layer], self.errors[layer] = counts, dropped, errors
+        self._weights[layer] = weights
+
+    def usable_sizes(self, held: int) -> Sequence[int]:
         """Sizes that hold what is always read, and are cheaper than to read everything."""
         # A key and a value each; ranked keys are read again when they are attended to.
         spare = 2 * held - self.selector.cost(held)
-        at_least = sum(self._always)
+        at_least = sum(self.always)
         return [size for size in self._settings.ladder if size >= at_least and 2 * size < spare]
 
     def _forced(self, held: int, device: torch.device) -> torch.Tensor:
         place = torch.arange(held, device=device)
-        n_prefix, n_recent = self._always
+        n_prefix, n_recent = self.always
         return (place < n_prefix) | (place >= held - n_recent)
-
-    def _tally(
-        self,
-        counts: torch.Tensor,
-        held: int,
-        delta: torch.Tensor,
-        value_norm: torch.Tensor,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        group = len(output) // len(delta)
-        bound = math.sqrt(group) * output_error(value_norm, delta).norm()
-        error: torch.Tensor = bound / output.float().norm().clamp(min=1e-30)
-        ratio = counts.double().mean() / held
-        excess = error > self._settings.epsilon
-        self._sums += torch.stack((ratio, delta.double().mean(), excess.double()))
-        self._largest = torch.maximum(self._largest, torch.stack((delta.max(), error)))
-        return error
 
     def _take_report(self, position: int) -> None:
         for numbers in self._mailbox.collect(before=position - 1):

@@ -94,7 +94,9 @@ class ExactSelector(Selector):
 
     def rank(self, query: Query, sizes: Sequence[int]) -> Ranking:
         weights = query.weights()
-        return _ranked(weights, query.forced, sizes)._replace(weights=weights)
+        return ranked(weights, query.forced, torch.tensor(sizes, device=weights.device))._replace(
+            weights=weights
+        )
 
 
 class PageSelector(Selector):
@@ -225,10 +227,11 @@ class SketchSelector(Selector):
             torch.full((1,), held, device=device),
             query.scale,
         )[0]
-        ranking = _ranked(logits.softmax(-1), query.forced, sizes)
+        wanted = torch.tensor(sizes, device=device)
+        ranking = ranked(logits.softmax(-1), query.forced, wanted)
         if self._position % self._settings.probe_interval == 0:
             weights = query.weights()
-            true = _tails(weights.gather(1, ranking.order), sizes)
+            true = tails(weights.gather(1, ranking.order), wanted)
             self._mailbox.send(self._position, torch.stack((ranking.drop, true)))
         drop = (ranking.drop + self.calibration.quantile).clamp(0, 1)
         return Ranking(ranking.order, drop)
@@ -257,18 +260,28 @@ def create(settings: RecasSettings, name: str, layers: int) -> Selector | None:
     return ExactSelector() if name == "exact" else None
 
 
-def _ranked(weights: torch.Tensor, forced: torch.Tensor, sizes: Sequence[int]) -> Ranking:
-    """Rank by weights [H_kv, N], forced positions first."""
-    keys = weights.masked_fill(forced, torch.inf)
+def ranked(weights: torch.Tensor, forced: torch.Tensor, sizes: torch.Tensor) -> Ranking:
+    """Rank by weights, forced positions first; without an access from the host.
+
+    Parameters
+    ----------
+    weights : Tensor [..., H_kv, N]
+        Zero past the end of a row, if rows differ in length.
+    forced : Tensor [..., N] bool
+    sizes : Tensor [..., sizes] int64
+    """
+    keys = weights.masked_fill(forced[..., None, :], torch.inf)
     order = torch.sort(keys, dim=-1, descending=True, stable=True).indices
-    return Ranking(order, _tails(weights.gather(1, order), sizes))
+    return Ranking(order, tails(weights.gather(-1, order), sizes))
 
 
-def _tails(ordered: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Sums [H_kv, sizes] of what follows the first ``size`` of ordered weights [H_kv, N]."""
+def tails(ordered: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Sums [..., H_kv, sizes] of what follows the first ``size`` of weights [..., H_kv, N]."""
     # From the end, so that small tails are not lost to rounding.
     sums = ordered.flip(-1).cumsum(-1).flip(-1)
-    return torch.nn.functional.pad(sums, (0, 1))[:, list(sizes)].clamp(max=1.0)
+    sums = torch.nn.functional.pad(sums, (0, 1))
+    index = sizes[..., None, :].expand(*ordered.shape[:-1], -1)
+    return sums.gather(-1, index).clamp(max=1.0)
 
 
 def _principal_components(keys: torch.Tensor, rank: int) -> torch.Tensor:

@@ -41,16 +41,22 @@ def _observing_class(cls: type) -> type:
     object layout.
     """
 
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_is_capture_mode
+
     class Observing(cls):
         def init_forward_metadata(self, forward_batch):
             super().init_forward_metadata(self.kv_policy.memory.shortened(forward_batch))
+
+        def init_forward_metadata_out_graph(self, forward_batch, *args, **kwargs):
+            batch = self.kv_policy.memory.shortened(forward_batch)
+            super().init_forward_metadata_out_graph(batch, *args, **kwargs)
 
         def forward_decode(self, q, k, v, layer, forward_batch, *args, **kwargs):
             memory = self.kv_policy.memory
             self.kv_policy.observe_decode(layer.layer_id, q)
             batch = memory.shortened(forward_batch)
             output = super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
-            memory.attend(layer.layer_id, q, output)
+            memory.attend(layer.layer_id, q, output, get_is_capture_mode())
             memory.note_output(layer.layer_id, output)
             return output
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sglang_beacon.core import CachedKeys
+from sglang_beacon.runtime.active_batch import ActiveBatch, Entry
 from sglang_beacon.runtime.compactor import KVView
 from sglang_beacon.runtime.memory import Memory
 from sglang_beacon.runtime.step_stage import StepStage
@@ -32,10 +33,19 @@ class MemoryWorker:
     """Computes signals for requests that need them, and lets their steps read active sets.
 
     Signals are computed after a step, for all layers at once, so that steps may run as CUDA
-    graphs. Steps with an active set run eagerly: how much they read is decided on the way.
+    graphs. So may steps whose active sets an `ActiveBatch` reads; selectors other than ``exact``
+    keep state of their own for each request, and their steps run eagerly.
 
-    Attributes
+    Parameters
     ----------
+    model : RotaryAttention
+    req_to_token : Tensor [requests, tokens]
+    cache : KVView
+    captured_rows : int
+        Most rows of a step that runs as a CUDA graph; 0 if none does.
+    captured_tokens : int
+        Most tokens of a request in such a step, if it is to read active sets; else 0.
+    device
     is_used : bool
         Whether requests of this server may need any of it.
     """
@@ -46,6 +56,7 @@ class MemoryWorker:
         req_to_token: torch.Tensor,
         cache: KVView,
         captured_rows: int,
+        captured_tokens: int,
         device: torch.device | str,
         is_used: bool,
     ) -> None:
@@ -57,15 +68,27 @@ class MemoryWorker:
         self._device = device
         rows = captured_rows if is_used else 0
         self._norms = StepStage(model.num_layers, (model.query_heads,), rows, torch.float32, device)
+        self._active = ActiveBatch(
+            model.num_layers,
+            model.query_heads,
+            model.kv_heads,
+            captured_rows if captured_tokens else 0,
+            captured_tokens,
+            device,
+        )
+        self._captures = captured_tokens > 0
         self._rows: list[Row] = []
+        # Those of them whose active sets are read one by one, and all together.
+        self._single: list[Row] = []
+        self._entries: list[Entry] = []
         # Newest rotated queries [n, H_q, D] of each layer, by request.
         self._prompts: dict[int, list[torch.Tensor]] = {}
         self._short: ForwardBatch | None = None
 
     @property
-    def reads_actively(self) -> bool:
-        """Whether a request of the batch in flight has an active set."""
-        return any(row.memory.active is not None for row in self._rows)
+    def may_be_captured(self) -> bool:
+        """Whether the batch in flight may run as a CUDA graph."""
+        return not self._single and self._active.can_be_captured(self._entries, self._count)
 
     def begin(self, memory: Memory) -> None:
         """Allocate for a request that is computed for the first time in this life."""
@@ -79,27 +102,40 @@ class MemoryWorker:
         decoding = batch.forward_mode.is_decode()
         self._short = None
         self._prompts = {}
-        self._rows = [
-            self._row(index, req, held)
-            for index, (req, held) in enumerate(zip(batch.reqs, _held(batch), strict=True))
+        self._count = len(batch.reqs)
+        held = _held(batch)
+        remembers = [
+            index
+            for index, req in enumerate(batch.reqs)
             if req.kv_policy.memory is not None and req.kv_policy.memory.signals is not None
         ]
+        self._rows = []
+        if remembers:
+            # A copy: the scheduler rewrites rows while this step is still running.
+            table = self._req_to_token[batch.req_pool_indices, : max(held)].to(torch.int64)
+            self._rows = [self._row(index, batch.reqs[index], held, table) for index in remembers]
         self._norms.begin(len(batch.reqs), decoding and bool(self._rows))
-        if decoding:
-            for row in self._rows:
-                if row.memory.active is not None:
-                    row.memory.active.begin(row.position)
+        self._single, self._entries = [], []
+        for row in self._rows:
+            if not decoding or row.memory.active is None:
+                continue
+            row.memory.active.begin(row.position)
+            if row.memory.active.selector.name == "exact":
+                self._entries.append(_entry(row))
+            else:
+                self._single.append(row)
+        self._active.begin(self._entries, table if remembers else None)
 
-    def _row(self, index: int, req: Req, held: int) -> Row:
-        # A copy: the scheduler rewrites rows while this step is still running.
-        slots = self._req_to_token[req.kv.req_pool_idx, :held].to(torch.int64, copy=True)
-        return Row(index, req.kv_policy.memory, held + req.kv_policy.freed - 1, slots)
+    def _row(self, index: int, req: Req, held: Sequence[int], table: torch.Tensor) -> Row:
+        position = held[index] + req.kv_policy.freed - 1
+        return Row(index, req.kv_policy.memory, position, table[index, : held[index]])
 
     def after_decode(self, batch: ScheduleBatch, queries: torch.Tensor) -> None:
         """Take in a decode step; ``queries`` [layers, rows, H_q, D] are all of it, rotated."""
         norms = self._norms.take()
         if norms is None:
             return
+        self._active.end()
         for row in self._rows:
             row.memory.norms.copy_(norms[:, row.index])
             row.memory.after_token(
@@ -138,37 +174,43 @@ class MemoryWorker:
         Rows that read an active set are one token long there, since what it would say of them is
         not used.
         """
-        if not (batch.forward_mode.is_decode() and self.reads_actively):
+        active = [row.index for row in self._single] + [entry.row for entry in self._entries]
+        if not active or not batch.forward_mode.is_decode():
             return batch
         if self._short is None:
-            index = [row.index for row in self._rows if row.memory.active is not None]
             short = copy.copy(batch)
             short.seq_lens = batch.seq_lens.clone()
-            short.seq_lens[index] = 1
+            short.seq_lens[active] = 1
             if batch.seq_lens_cpu is not None:
                 short.seq_lens_cpu = batch.seq_lens_cpu.clone()
-                short.seq_lens_cpu[index] = 1
+                short.seq_lens_cpu[active] = 1
                 short.seq_lens_sum = int(short.seq_lens_cpu.sum())
             self._short = short
         return self._short
 
-    def attend(self, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
+    def attend(
+        self, layer: int, query: torch.Tensor, output: torch.Tensor, is_capture: bool
+    ) -> None:
         """Write the outputs [rows, H_q * D] of requests with an active set."""
-        for row in self._rows:
-            if row.memory.active is not None:
-                output[row.index] = row.memory.attend(
-                    layer,
-                    query[row.index].view(self._model.query_heads, -1),
-                    self._cache.keys[layer],
-                    self._cache.values[layer],
-                    row.slots,
-                    self._cache.scale,
-                ).flatten()
+        keys, values, scale = self._cache.keys[layer], self._cache.values[layer], self._cache.scale
+        if self._entries or (is_capture and self._captures):
+            self._active.attend(layer, query, keys, values, scale, output)
+        for row in self._single:
+            queries = query[row.index].view(self._model.query_heads, -1)
+            attended = row.memory.attend(layer, queries, keys, values, row.slots, scale)
+            output[row.index] = attended.flatten()
 
 
 def keep_eager(can_run: bool, runner: Any, *args: Any, **kwargs: Any) -> bool:
-    """After `DecodeCudaGraphRunner.can_run_graph`: steps with an active set are not captured."""
-    return can_run and not runner.model_runner.kv_policy.memory.reads_actively
+    """After `DecodeCudaGraphRunner.can_run_graph`: some steps with active sets are not captured."""
+    return can_run and runner.model_runner.kv_policy.memory.may_be_captured
+
+
+def _entry(row: Row) -> Entry:
+    memory = row.memory
+    assert memory.active is not None
+    assert memory.signals is not None
+    return Entry(row.index, memory.active, len(row.slots), memory.signals.value_norm, memory.norms)
 
 
 def _held(batch: ScheduleBatch) -> Sequence[int]:

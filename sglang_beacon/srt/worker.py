@@ -82,6 +82,7 @@ class PolicyWorker:
             runner.req_to_token_pool.req_to_token,
             self.cache,
             captured,
+            self._captured_tokens() if captured else 0,
             self.device,
             is_used=policy.signals is not None,
         )
@@ -102,6 +103,13 @@ class PolicyWorker:
                 "query_memory_mb in --kv-policy-config or lower --mem-fraction-static."
             )
         return memory // size
+
+    def _captured_tokens(self) -> int:
+        """Most tokens of a request in a step that reads active sets as part of a CUDA graph."""
+        recas = self.policy.recas
+        if recas is None or recas.selector != "exact":
+            return 0
+        return recas.limit(self.config.budget) + 2 * self.page_size
 
     def describe(self) -> str:
         """What the server's policy holds in memory besides the KV pool."""
