@@ -15,9 +15,12 @@ from sglang_beacon.policies.recas import RecasPolicy
 class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
     """Keep what beacons attend to, and what has been attended to.
 
-    The score is the sum of both: beacons foretell revisits that have not happened yet, RECAS's
-    evidence remembers those that have, and its relevance and history speak for the rest. Bounds,
-    budget and active set are RECAS's.
+    ``u = b + relevance_weight r + history_weight h + evidence_weight min(g, evidence_cap)``: ``b``
+    is BeaconKV's score, ``r`` and ``h`` are RECAS's, and evidence is taken as it is, in attention
+    mass. Beacons foretell revisits that have not happened yet, evidence remembers those that have.
+    All of it is as large as attention weights are: a term that outweighs the others, as RECAS's own
+    evidence would, keeps whatever was looked at twice, and plain text looks at most of itself
+    twice. Bounds, budget and active set are RECAS's.
 
     Cost: BeaconKV's and RECAS's together.
 
@@ -25,8 +28,20 @@ class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
     """
 
     name: ClassVar[str] = "beacon+recas"
-    defaults: ClassVar[Mapping[str, Any]] = {**BeaconPolicy.defaults, **RecasPolicy.defaults}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        **BeaconPolicy.defaults,
+        **RecasPolicy.defaults,
+        "relevance_weight": 0.0,
+        "history_weight": 0.1,
+        "evidence_cap": 0.01,
+    }
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
-        foretold = BeaconPolicy.score(self, cache, observations)
-        return foretold + RecasPolicy.score(self, cache, observations)
+        signals = observations.signals
+        assert signals is not None
+        return (
+            BeaconPolicy.score(self, cache, observations)
+            + self._recas.relevance_weight * self._normalised(signals.relevance)
+            + self._recas.history_weight * self._normalised(signals.history)
+            + self._recas.evidence_weight * signals.evidence.clamp(max=self._recas.evidence_cap)
+        )

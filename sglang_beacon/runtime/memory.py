@@ -112,13 +112,32 @@ class Memory:
         token: torch.Tensor,
         position: int,
         scale: float,
+        value_norms: torch.Tensor | None = None,
     ) -> None:
-        """Take in a decode step; ``queries`` [layers, H_q, D], ``token`` [] is what it computed."""
+        """Take in a decode step.
+
+        Parameters
+        ----------
+        cache : CachedKeys
+            Of all tokens held, with their values.
+        queries : Tensor [layers, H_q, D]
+            Rotated.
+        token : Tensor [] int64
+            What the step computed.
+        position : int
+            Its logical position.
+        scale : float
+        value_norms : Tensor [layers, H_kv] float32, optional
+            Of the token's values; where they are not known, they are computed.
+        """
         signals = self.signals
         assert signals is not None
         signals.extend(position, position + 1, self.settings.credit)
-        assert cache.values is not None
-        signals.see_values(cache.values, cache.slots[-1:])
+        if value_norms is None:
+            assert cache.values is not None
+            signals.see_values(cache.values, cache.slots[-1:])
+        else:
+            signals.see_norms(value_norms)
         if self.settings.delimiters:
             signals.see_token(token, position, self._delimiters)
         weights = self.active.take_weights() if self.active is not None else None

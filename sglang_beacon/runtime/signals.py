@@ -77,15 +77,33 @@ class Signals:
         shape = (layers, kv_heads, capacity)
         self.held = 0
         self.noted = 0.0
-        self.relevance = torch.zeros(shape, device=device)
-        self.history = torch.zeros(shape, device=device)
-        self.evidence = torch.zeros(shape, device=device)
         self.recurrence = recurrence
-        self.activated = torch.zeros(shape, device=device) if recurrence else None
-        self.interval = torch.zeros(shape, device=device) if recurrence else None
+        # One tensor, so that one launch reaches all.
+        kinds = len(TokenSignals._fields) if recurrence else 3
+        self._table = torch.zeros(kinds, *shape, device=device)
         self.positions = torch.zeros(shape, dtype=torch.int64, device=device)
         self.transition = torch.full((), -1, dtype=torch.int64, device=device)
         self.value_norm = torch.zeros(shape[:2], device=device)
+
+    @property
+    def relevance(self) -> torch.Tensor:
+        return self._table[0]
+
+    @property
+    def history(self) -> torch.Tensor:
+        return self._table[1]
+
+    @property
+    def evidence(self) -> torch.Tensor:
+        return self._table[2]
+
+    @property
+    def activated(self) -> torch.Tensor | None:
+        return self._table[3] if self.recurrence else None
+
+    @property
+    def interval(self) -> torch.Tensor | None:
+        return self._table[4] if self.recurrence else None
 
     @property
     def capacity(self) -> int:
@@ -93,7 +111,7 @@ class Signals:
 
     def view(self) -> TokenSignals:
         """The signals of the tokens held."""
-        return TokenSignals(*(signal[..., : self.held] for signal in self._all()))
+        return TokenSignals(*self._table[..., : self.held])
 
     def extend(self, begin: int, end: int, history: float = 0.0, evidence: float = 0.0) -> None:
         """Tokens of the logical positions ``[begin, end)`` follow in the row, with a head start."""
@@ -101,11 +119,14 @@ class Signals:
         if self.held + count > self.capacity:
             self._grow(self.held + count)
         new = slice(self.held, self.held + count)
-        self.positions[..., new] = torch.arange(begin, end, device=self.positions.device)
-        for signal in self._all():
-            signal[..., new] = 0
-        self.history[..., new] = history
-        self.evidence[..., new] = evidence
+        device = self.positions.device
+        places = begin if count == 1 else torch.arange(begin, end, device=device)
+        self.positions[..., new] = places
+        self._table[..., new] = 0
+        if history:
+            self.history[..., new] = history
+        if evidence:
+            self.evidence[..., new] = evidence
         if self.activated is not None:
             self.activated[..., new] = self.positions[..., new].float()
         self.held += count
@@ -113,7 +134,11 @@ class Signals:
     def see_values(self, pools: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
         """Take in the norms of new values, in pools [num_slots, H_kv, D] of each layer."""
         norms = [pool[slots].float().norm(dim=-1).amax(0) for pool in pools]
-        self.value_norm = torch.maximum(self.value_norm, torch.stack(norms))
+        self.see_norms(torch.stack(norms))
+
+    def see_norms(self, norms: torch.Tensor) -> None:
+        """Take in the largest norms [layers, H_kv] of new values."""
+        self.value_norm = torch.maximum(self.value_norm, norms)
 
     def see_token(self, token: torch.Tensor, position: int, delimiters: torch.Tensor) -> None:
         """Note whether a token [] int64 begins a new thought."""
@@ -174,8 +199,10 @@ class Signals:
             Row positions of the tokens that follow them, as a policy chose them.
         """
         after = pinned + kept.shape[2]
-        for signal in (*self._all(), self.positions):
-            signal[..., pinned:after] = signal.gather(2, kept)
+        self.positions[..., pinned:after] = self.positions.gather(2, kept)
+        self._table[..., pinned:after] = self._table.gather(
+            3, kept.expand(len(self._table), -1, -1, -1)
+        )
         self.held = after
 
     def _looks_back(
@@ -190,13 +217,8 @@ class Signals:
         mean = distance.gather(-1, favourites).float().mean(-1, keepdim=True)
         return mean >= revisits.threshold
 
-    def _all(self) -> tuple[torch.Tensor, ...]:
-        known = (self.relevance, self.history, self.evidence, self.activated, self.interval)
-        return tuple(signal for signal in known if signal is not None)
-
     def _grow(self, needed: int) -> None:
         # Rarely and by much: a prompt may be longer than the budget.
         more = max(needed, 2 * self.capacity) - self.capacity
-        for name in (*TokenSignals._fields, "positions"):
-            if (signal := getattr(self, name)) is not None:
-                setattr(self, name, torch.nn.functional.pad(signal, (0, more)))
+        self._table = torch.nn.functional.pad(self._table, (0, more))
+        self.positions = torch.nn.functional.pad(self.positions, (0, more))

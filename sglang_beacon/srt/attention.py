@@ -57,7 +57,7 @@ def _observing_class(cls: type) -> type:
             batch = memory.shortened(forward_batch)
             output = super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
             memory.attend(layer.layer_id, q, output, get_is_capture_mode())
-            memory.note_output(layer.layer_id, output)
+            memory.note_step(layer.layer_id, v, output)
             return output
 
         def forward_extend(self, q, k, v, layer, forward_batch, *args, **kwargs):

@@ -67,7 +67,9 @@ class MemoryWorker:
         self._selector = "none" if captured_rows else "exact"
         self._device = device
         rows = captured_rows if is_used else 0
-        self._norms = StepStage(model.num_layers, (model.query_heads,), rows, torch.float32, device)
+        # Norms of the outputs of all query heads, then of the new values of all KV heads.
+        heads = model.query_heads + model.kv_heads
+        self._norms = StepStage(model.num_layers, (heads,), rows, torch.float32, device)
         self._active = ActiveBatch(
             model.num_layers,
             model.query_heads,
@@ -136,14 +138,16 @@ class MemoryWorker:
         if norms is None:
             return
         self._active.end()
+        of_outputs, of_values = norms.split((self._model.query_heads, self._model.kv_heads), dim=2)
         for row in self._rows:
-            row.memory.norms.copy_(norms[:, row.index])
+            row.memory.norms.copy_(of_outputs[:, row.index])
             row.memory.after_token(
                 CachedKeys(self._cache.keys, row.slots, self._cache.values),
                 queries[:, row.index],
                 batch.input_ids[row.index],
                 row.position,
                 self._cache.scale,
+                of_values[:, row.index],
             )
 
     def after_prefill(self, batch: ScheduleBatch) -> None:
@@ -162,11 +166,13 @@ class MemoryWorker:
         """Keep one layer's rotated queries [n, H_q, D] of a prompt's newest tokens."""
         self._prompts.setdefault(index, []).append(queries.clone())
 
-    def note_output(self, layer: int, output: torch.Tensor) -> None:
-        """Take the norms of one layer's decode outputs [rows, H_q * D]."""
+    def note_step(self, layer: int, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Take the norms of one layer's new values [rows, H_kv * D] and outputs [rows, H_q * D]."""
         if self.is_used:
-            heads = output.view(len(output), self._model.query_heads, -1)
-            self._norms.write(layer, heads.float().norm(dim=-1))
+            outputs = output.view(len(output), self._model.query_heads, -1)
+            values = value.view(len(value), self._model.kv_heads, -1)
+            norms = [each.float().norm(dim=-1) for each in (outputs, values)]
+            self._norms.write(layer, torch.cat(norms, dim=1))
 
     def shortened(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch as the backend's own attention is to see it.

@@ -60,14 +60,18 @@ def test_utility_is_the_weighted_sum_of_normalised_signals() -> None:
                 assert score[layer, head, token].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_together_their_scores_add_up() -> None:
+def test_together_they_add_up_in_attention_mass() -> None:
+    """Evidence is not divided by its largest value, which BeaconKV's weights would drown in."""
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(LAYERS, 2 * KV_HEADS, 4, DIM, generator=generator)
     seen = Observations(99, 0, 0.3, queries, torch.full((4,), HELD), signals())
-    both = create("beacon+recas", evidence_weight=7.0).score(cache(), seen)
+    rest: dict[str, Any] = {"relevance_weight": 0.5, "history_weight": 2.0}
+    both = create("beacon+recas", evidence_weight=7.0, evidence_cap=0.3, **rest)
     beacon = create("beacon").score(cache(), seen)
-    recas = create("recas", evidence_weight=7.0).score(cache(), seen)
-    assert torch.allclose(both, beacon + recas)
+    recas = create("recas", evidence_weight=0.0, **rest).score(cache(), seen)
+    assert seen.signals is not None
+    evidence = 7 * seen.signals.evidence.clamp(max=0.3)
+    assert torch.allclose(both.score(cache(), seen), beacon + recas + evidence)
 
 
 @pytest.mark.parametrize("name", ["recas", "beacon+recas"])
