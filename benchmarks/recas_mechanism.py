@@ -66,29 +66,40 @@ def config_of(method: str, length: int) -> KVPolicyConfig:
     )
 
 
-def run_trace(config: TraceConfig, seed: int) -> dict[str, Any]:
-    """What every method makes of one trace."""
+def run_trace(config: TraceConfig, task: tuple[int, list[str]]) -> dict[str, Any]:
+    """What some methods make of the trace of a seed."""
     torch.set_num_threads(1)
+    seed, methods = task
     trace = reasoning_trace(config, seed)
     length = len(trace.keys)
     outcomes = {
         method: TraceRun(trace, config_of(method, length), STRIDE).outcome()._asdict()
-        for method in METHODS
+        for method in methods
     }
     return {"seed": seed, "tokens": length, "outcomes": outcomes}
 
 
 def run_all(config: TraceConfig, traces: int, jobs: int, kept: Path) -> list[dict[str, Any]]:
-    """Run the traces that ``kept`` has not yet, and add them to it."""
+    """Run the traces and methods that ``kept`` has not yet, and add them to it."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    seeds = sorted(set(range(traces)) - {record["seed"] for record in done})
+    records: dict[int, dict[str, Any]] = {}
+
+    def take(record: dict[str, Any]) -> None:
+        records.setdefault(record["seed"], record)["outcomes"].update(record["outcomes"])
+
+    for line in kept.read_text().splitlines() if kept.exists() else ():
+        take(json.loads(line))
+    tasks = []
+    for seed in range(traces):
+        known = records[seed]["outcomes"] if seed in records else {}
+        if missing := [method for method in METHODS if method not in known]:
+            tasks.append((seed, missing))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool, kept.open("a") as file:
-        for record in pool.imap_unordered(partial(run_trace, config), seeds):
+        for record in pool.imap_unordered(partial(run_trace, config), tasks):
             file.write(json.dumps(record) + "\n")
             file.flush()
-            done.append(record)
-    return sorted(done, key=lambda record: record["seed"])[:traces]
+            take(record)
+    return [records[seed] for seed in range(traces)]
 
 
 def latency(config: TraceConfig, seeds: int, heads: int = 8, queries: int = 24) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_an_anchor_at_rest_lives_by_its_evidence(name: str, evidence_weight: flo
         weights[..., max(position - 8, 0) :] = 0.1
         if position == 100:
             weights[..., 10] = 0.2
-        remembered.note(weights, position, 0.95, Revisits(far=32))
+        remembered.note(weights, position, 0.95, Revisits(far=32), RecasSettings().significance)
     # Beacons that look anywhere but there.
     keys = cache(held)
     queries = torch.zeros(LAYERS, KV_HEADS, 4, DIM)
