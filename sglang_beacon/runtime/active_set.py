@@ -59,7 +59,7 @@ class ActiveSet:
     always : (int, int)
         ``n_prefix`` and ``n_recent``.
     counts, errors : list of Tensor [H_kv] int64, list of Tensor [] float32
-        Tokens that each layer and head reads in the step in flight, and the bound on each layer's
+        Tokens that each layer and head reads in the newest step, and the bound on each layer's
         relative error.
     """
 
@@ -83,6 +83,7 @@ class ActiveSet:
         self._dropped: list[torch.Tensor | None] = [None] * layers
         self._weights: list[torch.Tensor | None] = [None] * layers
         self._steps = 0
+        self._is_counted = True
         # Sums of ratio, mass and excess over layers and steps; the largest mass and error.
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
         self._largest = torch.zeros(2, device=device)
@@ -104,7 +105,7 @@ class ActiveSet:
 
     def end(self, position: int) -> None:
         """After that step: add up what it did, and now and then send it on its way."""
-        if None not in self.counts:
+        if not self._is_counted:
             self._add_up()
         if self._steps and position % self._settings.probe_interval == 0:
             done = torch.tensor([self._steps], dtype=torch.float64, device=self._sums.device)
@@ -115,7 +116,7 @@ class ActiveSet:
             torch.stack([each for each in layers if each is not None])
             for layers in (self.counts, self._dropped, self.errors)
         )
-        self.counts = [None] * self._layers
+        self._is_counted = True
         self._steps += 1
         ratio = counts.double() / self._held
         excess = (errors > self.epsilon).double()
@@ -185,7 +186,7 @@ class ActiveSet:
 
         ``weights`` [H_kv, N] are by row position, where they are known.
         """
-        self._held = held
+        self._held, self._is_counted = held, False
         self.counts[layer], self._dropped[layer], self.errors[layer] = counts, dropped, errors
         self._weights[layer] = weights
 
