@@ -79,6 +79,7 @@ class MemoryWorker:
             device,
         )
         self._captures = captured_tokens > 0
+        self._count = 0
         self._rows: list[Row] = []
         # Those of them whose active sets are read one by one, and all together.
         self._single: list[Row] = []
