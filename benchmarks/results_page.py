@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,7 +50,7 @@ def header(first: str, budgets: Sequence[int]) -> list[str]:
 
 
 def grid(
-    found: Mapping[tuple[str, int | None], Run], scores: Sequence[str], show: str
+    found: Mapping[tuple[str, int | None], Run], scores: Sequence[str], show: Callable[..., str]
 ) -> list[str]:
     """A table of methods by budgets; ``show`` formats the means of the scores."""
     budgets = sorted({budget for _, budget in found if budget}, reverse=True)
@@ -58,7 +58,7 @@ def grid(
     def cell(run: Run | None) -> str:
         if run is None:
             return ""
-        return show.format(*(fmean(run["scores"][score]) for score in scores))
+        return show(*(fmean(run["scores"][score]) for score in scores))
 
     def rank(name: str) -> float:
         values = [
@@ -114,30 +114,20 @@ def quality(runs: Sequence[Run]) -> list[str]:
         ]
         if "steps" in first["scores"]:
             lines += ["Exact answers, and steps before the first error:", ""]
-            lines += grid(found, ("exact", "steps"), "{:.0%} / {:.1f}")
+            lines += grid(found, ("exact", "steps"), "{:.0%} / {:.1f}".format)
             lines += ["", "Steps, paired, with 95 % intervals:", ""]
             lines += against(found, "beacon", "steps", ratio=True)
         elif "likelihood" in first["scores"]:
-            lines += ["Mean log-probability of a token, and perplexity below:", ""]
-            lines += grid(found, ("likelihood",), "{:.4f}")
-            lines += ["", *perplexities(found), "", "Paired differences, in nats per token:", ""]
+            lines += ["Mean log-probability of a token, and perplexity:", ""]
+            lines += grid(found, ("likelihood",), lambda x: f"{x:.4f} / {math.exp(-x):.2f}")
+            lines += ["", "Paired differences, in nats per token:", ""]
             for ours in ("beacon", "beacon+recas"):
                 if any(name == ours for name, _ in found):
                     lines += [*against(found, ours, "likelihood", ratio=False), ""]
         else:
-            lines += grid(found, ("exact",), "{:.0%}")
+            lines += grid(found, ("exact",), "{:.0%}".format)
         lines += ["", *behaviour(found), ""]
     return lines
-
-
-def perplexities(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
-    """Perplexity of each run, as a sentence."""
-    parts = [
-        f"{name} {math.exp(-fmean(run['scores']['likelihood'])):.2f}"
-        + (f" at {budget}" if budget else "")
-        for (name, budget), run in found.items()
-    ]
-    return ["Perplexity: " + ", ".join(parts) + "."]
 
 
 def behaviour(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
