@@ -10,37 +10,32 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_beacon.lab import report
-from sglang_beacon.lab.revisit_chain import (
-    CHECKPOINT,
-    Chain,
-    RevisitChain,
-    grade,
-    steps_right,
-)
+from sglang_beacon.lab.revisit_chain import CHECKPOINT, Chain, RevisitChain, grade, steps_right
 from sglang_beacon.lab.serving import Server
 
 PICTURE = Path(__file__).parents[1] / "docs" / "thought.png"
 METHODS = {"streaming": "StreamingLLM", "rpc": "RPC", "beacon": "BeaconKV"}
 BUDGET = 192
 BLUE, ORANGE = "#0072b2", "#d55e00"
+# Its trace, and the tokens said.
+Answer = tuple[Mapping[str, Any], list[int]]
 
 
-def held_map(trace: dict[str, Any]) -> np.ndarray:
+def held_map(trace: Mapping[str, Any]) -> np.ndarray:
     """Share of the traced heads that hold each token [moments, tokens], by tokens said."""
     length = len(trace["tokens"])
     shares = np.tril(np.ones((length, length)))
     for eviction in trace["evictions"]:
         seen = eviction["seen"]
-        heads = [head for layer in eviction["kept"].values() for head in layer]
-        counts = np.bincount(np.concatenate(heads), minlength=length) / len(heads)
         # Until the next eviction, which overwrites what follows.
-        shares[seen:, :seen] = counts[:seen]
+        shares[seen:, :seen] = np.divide(report.shares(eviction["kept"], length)[:seen], 100)
     return shares
 
 
@@ -50,14 +45,14 @@ def looked_up(chain: Chain) -> list[tuple[int, int]]:
     return [(place[chain.tokens[revisit - 1]], revisit) for revisit in chain.revisits]
 
 
-def traced(server: Server, chain: Chain, method: str, directory: Path) -> tuple[dict, list[int]]:
+def traced(server: Server, chain: Chain, method: str, directory: Path) -> Answer:
     """One method's trace and answer."""
     asked = {"kv_policy": method, "kv_trace": True}
     reply = server.generate(chain.prompt, len(chain.answer), rid=method, custom_params=asked)
-    return dict(report.read(directory / f"{method}.json")), reply["tokens"]
+    return report.read(directory / f"{method}.json"), reply["tokens"]
 
 
-def draw(chain: Chain, results: dict[str, tuple[dict, list[int]]]) -> None:
+def draw(chain: Chain, results: Mapping[str, Answer]) -> None:
     """One panel for each method."""
     import matplotlib as mpl
 

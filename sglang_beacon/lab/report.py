@@ -55,7 +55,7 @@ def summary(trace: Mapping[str, Any]) -> dict[str, Any]:
     begin = max(len(words) - MOST_WORDS, 0)
     length = len(tokens)
     step = max(1, -(-length // MOST_CELLS))
-    kept = [_shares(eviction["kept"], length) for eviction in evictions]
+    kept = [shares(eviction["kept"], length) for eviction in evictions]
     return {
         "policy": trace["policy"],
         "prompt": trace["prompt"],
@@ -80,7 +80,7 @@ def page(trace: Mapping[str, Any]) -> str:
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
 
 
-def _shares(kept: Mapping[str, Sequence[Sequence[int]]], length: int) -> list[int]:
+def shares(kept: Mapping[str, Sequence[Sequence[int]]], length: int) -> list[int]:
     """How many hundredths of the layers and heads keep each position."""
     counts = [0] * length
     heads = [head for layer in kept.values() for head in layer]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sglang_beacon.core import CachedKeys, Observations
+from sglang_beacon.core import CachedKeys, Observations, TokenSignals
 from sglang_beacon.policies.beacon import BeaconPolicy
 from sglang_beacon.policies.recas import RecasPolicy
 
@@ -37,11 +37,8 @@ class BeaconRecasPolicy(RecasPolicy, BeaconPolicy):
     }
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
-        signals = observations.signals
-        assert signals is not None
-        return (
-            BeaconPolicy.score(self, cache, observations)
-            + self._recas.relevance_weight * self._normalised(signals.relevance)
-            + self._recas.history_weight * self._normalised(signals.history)
-            + self._recas.evidence_weight * signals.evidence.clamp(max=self._recas.evidence_cap)
-        )
+        foretold = BeaconPolicy.score(self, cache, observations)
+        return foretold + RecasPolicy.score(self, cache, observations)
+
+    def _evidence(self, signals: TokenSignals) -> torch.Tensor:
+        return signals.evidence.clamp(max=self._recas.evidence_cap)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.core import CachedKeys, Observations
+from sglang_beacon.core import CachedKeys, Observations, TokenSignals
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.recas_settings import RecasSettings
 
@@ -48,12 +48,14 @@ class RecasPolicy(Policy):
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
         signals = observations.signals
         assert signals is not None
-        evidence = signals.evidence.clamp(max=self._recas.evidence_cap)
         return (
             self._recas.relevance_weight * self._normalised(signals.relevance)
             + self._recas.history_weight * self._normalised(signals.history)
-            + self._recas.evidence_weight * self._normalised(evidence)
+            + self._recas.evidence_weight * self._evidence(signals)
         )
+
+    def _evidence(self, signals: TokenSignals) -> torch.Tensor:
+        return self._normalised(signals.evidence.clamp(max=self._recas.evidence_cap))
 
     def _normalised(self, signal: torch.Tensor) -> torch.Tensor:
         """Divide a signal [layers, H_kv, N] by its largest value among what may be evicted."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_beacon import ops
 from sglang_beacon.runtime.active_set import ActiveSet
 from sglang_beacon.runtime.ranked_read import Rows, in_order, read_ranked
-from sglang_beacon.runtime.selectors import Ranking, ranked
+from sglang_beacon.runtime.selectors import Ranking, always_read, exact_weights, ranked
 
 # Sizes of a ladder that a captured step has room for.
 SIZES = 16
@@ -95,7 +94,8 @@ class ActiveBatch:
         self._captured = self._tables(captured_rows, captured_tokens, SIZES)
         self._step: Tables | None = None
         self._entries: Sequence[Entry] = ()
-        self._ladders: list[Sequence[int]] = []
+        # A captured step ranks in any case; others only where that may save something.
+        self._ranks = True
         self._weights: list[torch.Tensor] = []
 
     def can_be_captured(self, entries: Sequence[Entry], rows: int) -> bool:
@@ -109,6 +109,11 @@ class ActiveBatch:
             )
         )
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step in flight may be a captured one."""
+        return self._step is None or self._step is self._captured
+
     def begin(self, entries: Sequence[Entry], slots: torch.Tensor | None) -> None:
         """Before a step: write down what it needs.
 
@@ -118,21 +123,22 @@ class ActiveBatch:
         slots : Tensor [rows, N] int64
             Of the whole batch; what follows a row's own are slots too. None without entries.
         """
-        self._entries, self._weights, self._step = entries, [], None
-        self._ladders = [entry.active.usable_sizes(entry.held) for entry in entries]
+        self._entries, self._weights, self._step, self._ranks = entries, [], None, True
         if slots is None or not entries:
             # A graph that is replayed now must do nothing.
             self._captured.limits.zero_()
             return
         rows = len(slots)
+        ladders = [entry.active.usable_sizes(entry.held) for entry in entries]
         step = self._captured
         if not self.can_be_captured(entries, rows):
-            step = self._tables(rows, slots.shape[1], max(map(len, self._ladders)))
+            step = self._tables(rows, slots.shape[1], max(map(len, ladders)))
+            self._ranks = any(ladders)
         width = min(slots.shape[1], step.slots.shape[1])
         step.slots[:rows, :width] = slots[:, :width]
         limits = torch.zeros(step.limits.shape, dtype=torch.int64)
         epsilon = torch.zeros(len(step.epsilon))
-        for entry, ladder in zip(entries, self._ladders, strict=True):
+        for entry, ladder in zip(entries, ladders, strict=True):
             known = [entry.held, *entry.active.always, *ladder]
             limits[entry.row, : len(known)] = torch.tensor(known)
             epsilon[entry.row] = entry.active.epsilon
@@ -179,14 +185,10 @@ class ActiveBatch:
             step.value_norm[layer, :count],
             step.norms[layer, :count],
         )
-        place = torch.arange(slots.shape[1], device=slots.device)
-        if any(self._ladders) or step is self._captured:
-            listed = slots[:, None].expand(-1, heads, -1)
-            weights = ops.key_weights(
-                rows.queries, k_pool, listed, held.expand(-1, heads), scale
-            ).weights
-            forced = (place < n_prefix) | ((place >= held - n_recent) & (place < held))
-            ranking = ranked(weights, forced, sizes)
+        if self._ranks:
+            weights = exact_weights(rows.queries, k_pool, slots, rows.held, scale)
+            place = torch.arange(slots.shape[1], device=slots.device)
+            ranking = ranked(weights, always_read(place, held, n_prefix, n_recent), sizes)
         else:
             order, drop, _ = in_order(heads, slots.shape[1], slots.device)
             ranking = Ranking(order.expand(count, -1, -1), drop.expand(count, -1, -1))
@@ -197,23 +199,21 @@ class ActiveBatch:
         step.dropped[layer, :count] = read.dropped
         step.errors[layer, :count] = read.errors
         if step is not self._captured:
-            self._weights.append(weights if any(self._ladders) else read.weights)
+            self._weights.append(weights if self._ranks else read.weights)
 
     def end(self) -> None:
         """After a step: tell each request's active set what was read."""
-        step, layers = self._step, self._shape[0]
+        step = self._step
         if step is None:
             return
         for row, active, held, *_ in self._entries:
-            for layer in range(layers):
-                active.note(
-                    layer,
-                    held,
-                    step.counts[layer, row],
-                    step.dropped[layer, row],
-                    step.errors[layer, row],
-                    self._weights[layer][row, :, :held] if self._weights else None,
-                )
+            active.note(
+                held,
+                step.counts[:, row],
+                step.dropped[:, row],
+                step.errors[:, row],
+                [weights[row, :, :held] for weights in self._weights],
+            )
 
     def _tables(self, rows: int, tokens: int, sizes: int) -> Tables:
         layers, query_heads, heads = self._shape

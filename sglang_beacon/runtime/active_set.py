@@ -5,7 +5,6 @@ What is left out stays in the cache, and may be read by the next step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from sglang_beacon.policies.recas_settings import RecasSettings
 from sglang_beacon.runtime.mailbox import Mailbox
 from sglang_beacon.runtime.ranked_read import Rows, in_order, read_ranked
-from sglang_beacon.runtime.selectors import Query, Ranking, Selector
+from sglang_beacon.runtime.selectors import Query, Ranking, Selector, always_read
 
 
 class ActiveReport(NamedTuple):
@@ -155,40 +154,48 @@ class ActiveSet:
         """
         heads, held = k_pool.shape[1], len(slots)
         if sizes := self.usable_sizes(held):
-            query = Query(layer, queries, k_pool, slots, scale, self._forced(held, slots.device))
+            forced = always_read(torch.arange(held, device=slots.device), held, *self.always)
+            query = Query(layer, queries, k_pool, slots, scale, forced)
             ranking = self.selector.rank(query, sizes)
         else:
             ranking = in_order(heads, held, slots.device)
-        one = functools.partial(torch.tensor, device=slots.device)
         read = read_ranked(
-            Rows(queries[None], slots[None], one([held]), value_norm[None], norms[None]),
+            Rows(
+                queries[None],
+                slots[None],
+                torch.tensor([held], device=slots.device),
+                value_norm[None],
+                norms[None],
+            ),
             Ranking(ranking.order[None], ranking.drop[None]),
-            one([sizes], dtype=torch.int64),
-            one([self.epsilon]),
+            torch.tensor([sizes], dtype=torch.int64, device=slots.device),
+            self.epsilon,
             k_pool,
             v_pool,
             scale,
         )
-        weights = ranking.weights if sizes else read.weights[0]
-        self.note(layer, held, read.counts[0], read.dropped[0], read.errors[0], weights)
+        self._held, self._is_counted = held, False
+        self.counts[layer], self.errors[layer] = read.counts[0], read.errors[0]
+        self._dropped[layer] = read.dropped[0]
+        self._weights[layer] = ranking.weights if sizes else read.weights[0]
         return read.output[0]
 
     def note(
         self,
-        layer: int,
         held: int,
         counts: torch.Tensor,
         dropped: torch.Tensor,
         errors: torch.Tensor,
-        weights: torch.Tensor | None,
+        weights: Sequence[torch.Tensor],
     ) -> None:
-        """Take in what a layer read of ``held`` tokens: one row of a `ranked_read.Read`.
+        """Take in a step that an `ActiveBatch` did, of ``held`` tokens.
 
-        ``weights`` [H_kv, N] are by row position, where they are known.
+        Parameters are a row of what `ranked_read.Read` holds, of all layers; ``weights`` [H_kv, N]
+        of each layer are by row position, and empty where they are not known.
         """
         self._held, self._is_counted = held, False
-        self.counts[layer], self._dropped[layer], self.errors[layer] = counts, dropped, errors
-        self._weights[layer] = weights
+        self.counts, self._dropped, self.errors = list(counts), list(dropped), list(errors)
+        self._weights = list(weights)
 
     def usable_sizes(self, held: int) -> Sequence[int]:
         """Sizes that hold what is always read, and are cheaper than to read everything."""
@@ -196,11 +203,6 @@ class ActiveSet:
         spare = 2 * held - self.selector.cost(held)
         at_least = sum(self.always)
         return [size for size in self._settings.ladder if size >= at_least and 2 * size < spare]
-
-    def _forced(self, held: int, device: torch.device) -> torch.Tensor:
-        place = torch.arange(held, device=device)
-        n_prefix, n_recent = self.always
-        return (place < n_prefix) | (place >= held - n_recent)
 
     def _take_report(self, position: int) -> None:
         for numbers in self._mailbox.collect(before=position - 1):

@@ -62,7 +62,7 @@ def read_ranked(
     rows: Rows,
     ranking: Ranking,
     sizes: torch.Tensor,
-    epsilon: torch.Tensor,
+    epsilon: float | torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     scale: float,
@@ -76,7 +76,7 @@ def read_ranked(
         Of every row, for its ``sizes``.
     sizes : Tensor [B, sizes] int64
         Increasing; 0 where one is not to be used. Everything may be read in any case.
-    epsilon : Tensor [B] float32
+    epsilon : float or Tensor [B] float32
     k_pool, v_pool : Tensor [num_slots, H_kv, D]
     scale : float
     """

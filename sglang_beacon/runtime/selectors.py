@@ -38,16 +38,8 @@ class Query(NamedTuple):
 
     def weights(self) -> torch.Tensor:
         """Exact attention weights [H_kv, N], the largest of each group."""
-        heads, count = self.k_pool.shape[1], len(self.slots)
-        counts = torch.full((1, heads), count, device=self.slots.device)
-        weighed = ops.key_weights(
-            self.queries[None],
-            self.k_pool,
-            self.slots.expand(1, heads, -1),
-            counts,
-            self.scale,
-        )
-        return weighed.weights[0]
+        held = torch.full((1,), len(self.slots), device=self.slots.device)
+        return exact_weights(self.queries[None], self.k_pool, self.slots[None], held, self.scale)[0]
 
 
 class Ranking(NamedTuple):
@@ -94,9 +86,8 @@ class ExactSelector(Selector):
 
     def rank(self, query: Query, sizes: Sequence[int]) -> Ranking:
         weights = query.weights()
-        return ranked(weights, query.forced, torch.tensor(sizes, device=weights.device))._replace(
-            weights=weights
-        )
+        wanted = torch.tensor(sizes, device=weights.device)
+        return ranked(weights, query.forced, wanted)._replace(weights=weights)
 
 
 class PageSelector(Selector):
@@ -258,6 +249,33 @@ def create(settings: RecasSettings, name: str, layers: int) -> Selector | None:
     if name == "sketch":
         return SketchSelector(layers, settings)
     return ExactSelector() if name == "exact" else None
+
+
+def exact_weights(
+    queries: torch.Tensor,
+    k_pool: torch.Tensor,
+    slots: torch.Tensor,
+    held: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention weights [B, H_kv, N], the largest of each group; zero past the end of a row.
+
+    Of queries [B, H_q, D] on the first ``held`` [B] of slots [B, N] int64.
+    """
+    heads = k_pool.shape[1]
+    listed = slots[:, None].expand(-1, heads, -1)
+    counts = held[:, None].expand(-1, heads)
+    return ops.key_weights(queries, k_pool, listed, counts, scale).weights
+
+
+def always_read(
+    place: torch.Tensor,
+    held: int | torch.Tensor,
+    n_prefix: int | torch.Tensor,
+    n_recent: int | torch.Tensor,
+) -> torch.Tensor:
+    """Which row positions ``place`` are among the first or the newest of those ``held``."""
+    return (place < n_prefix) | ((place >= held - n_recent) & (place < held))
 
 
 def ranked(weights: torch.Tensor, forced: torch.Tensor, sizes: torch.Tensor) -> Ranking:

@@ -16,7 +16,7 @@ from sglang_beacon.runtime.step_stage import StepStage
 from sglang_beacon.srt.rotary import RotaryAttention
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -78,8 +78,6 @@ class MemoryWorker:
             captured_tokens,
             device,
         )
-        self._captures = captured_tokens > 0
-        self._count = 0
         self._rows: list[Row] = []
         # Those of them whose active sets are read one by one, and all together.
         self._single: list[Row] = []
@@ -91,7 +89,7 @@ class MemoryWorker:
     @property
     def may_be_captured(self) -> bool:
         """Whether the batch in flight may run as a CUDA graph."""
-        return not self._single and self._active.can_be_captured(self._entries, self._count)
+        return not self._single and self._active.is_captured
 
     def begin(self, memory: Memory) -> None:
         """Allocate for a request that is computed for the first time in this life."""
@@ -105,18 +103,21 @@ class MemoryWorker:
         decoding = batch.forward_mode.is_decode()
         self._short = None
         self._prompts = {}
-        self._count = len(batch.reqs)
         held = _held(batch)
-        remembers = [
+        remembering = [
             index
             for index, req in enumerate(batch.reqs)
             if req.kv_policy.memory is not None and req.kv_policy.memory.signals is not None
         ]
-        self._rows = []
-        if remembers:
+        self._rows, slots = [], None
+        if remembering:
             # A copy: the scheduler rewrites rows while this step is still running.
-            table = self._req_to_token[batch.req_pool_indices, : max(held)].to(torch.int64)
-            self._rows = [self._row(index, batch.reqs[index], held, table) for index in remembers]
+            longest = max(held[index] for index in remembering)
+            slots = self._req_to_token[batch.req_pool_indices, :longest].to(torch.int64)
+            for index in remembering:
+                state, count = batch.reqs[index].kv_policy, held[index]
+                position = count + state.freed - 1
+                self._rows.append(Row(index, state.memory, position, slots[index, :count]))
         self._norms.begin(len(batch.reqs), decoding and bool(self._rows))
         self._single, self._entries = [], []
         for row in self._rows:
@@ -127,11 +128,7 @@ class MemoryWorker:
                 self._entries.append(_entry(row))
             else:
                 self._single.append(row)
-        self._active.begin(self._entries, table if remembers else None)
-
-    def _row(self, index: int, req: Req, held: Sequence[int], table: torch.Tensor) -> Row:
-        position = held[index] + req.kv_policy.freed - 1
-        return Row(index, req.kv_policy.memory, position, table[index, : held[index]])
+        self._active.begin(self._entries, slots)
 
     def after_decode(self, batch: ScheduleBatch, queries: torch.Tensor) -> None:
         """Take in a decode step; ``queries`` [layers, rows, H_q, D] are all of it, rotated."""
@@ -181,10 +178,10 @@ class MemoryWorker:
         Rows that read an active set are one token long there, since what it would say of them is
         not used.
         """
-        active = [row.index for row in self._single] + [entry.row for entry in self._entries]
-        if not active or not batch.forward_mode.is_decode():
+        if not batch.forward_mode.is_decode() or not (self._single or self._entries):
             return batch
         if self._short is None:
+            active = [row.index for row in self._single] + [entry.row for entry in self._entries]
             short = copy.copy(batch)
             short.seq_lens = batch.seq_lens.clone()
             short.seq_lens[active] = 1
@@ -200,7 +197,7 @@ class MemoryWorker:
     ) -> None:
         """Write the outputs [rows, H_q * D] of requests with an active set."""
         keys, values, scale = self._cache.keys[layer], self._cache.values[layer], self._cache.scale
-        if self._entries or (is_capture and self._captures):
+        if self._entries or is_capture:
             self._active.attend(layer, query, keys, values, scale, output)
         for row in self._single:
             queries = query[row.index].view(self._model.query_heads, -1)

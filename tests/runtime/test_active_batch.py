@@ -189,7 +189,7 @@ class NoHostAccess(TorchDispatchMode):
 
 
 @contextmanager
-def kernels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels_as_on_a_gpu() -> Iterator[None]:
     """The Triton kernels, interpreted; what the interpreter itself asks does not count."""
 
     def outside(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,21 +199,21 @@ def kernels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return run
 
-    monkeypatch.setattr(ops, "key_weights", outside(key_weights_triton.key_weights))
-    monkeypatch.setattr(ops, "sparse_decode", outside(sparse_decode_triton.sparse_decode))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "key_weights", outside(key_weights_triton.key_weights))
+        patch.setattr(ops, "sparse_decode", outside(sparse_decode_triton.sparse_decode))
+        yield
 
 
-def test_a_captured_step_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_asks_the_device_nothing() -> None:
     batch = ActiveBatch(LAYERS, HEADS, KV_HEADS, 8, 256, DEVICE)
     step = Step(5)
     batch.begin(step.entries, step.slots)
     output = step.output.clone()
-    with kernels_as_on_a_gpu(monkeypatch), NoHostAccess():
+    with kernels_as_on_a_gpu(), NoHostAccess():
         for layer in range(LAYERS):
             pools = step.keys[layer], step.values[layer]
             batch.attend(layer, step.queries[layer], *pools, SCALE, output[layer])
-    monkeypatch.undo()
     batch.end()
     check(step, output)
 
