@@ -3,7 +3,7 @@
 A thousand traces of 4K to 32K tokens (`sglang_beacon.lab.reasoning_trace`), one layer and head
 each, run by the server's own planner, policies and memory. No method sees which tokens are the
 premises. What each keeps is the same share of the trace. One trace after the other goes into a
-file, so a run that was ended goes on where it stopped::
+file that is kept with the results, so a run that was ended goes on where it stopped::
 
     python -m benchmarks.recas_mechanism                    # 1,000 traces, hours
     python -m benchmarks.recas_mechanism --quick            # 32 short ones, a minute
@@ -28,8 +28,10 @@ from benchmarks.conditions import RESULTS, conditions
 from sglang_beacon import ops
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
-from sglang_beacon.lab.trace_run import Outcome, TraceRun
+from sglang_beacon.lab.trace_run import FullAttention, Outcome, TraceRun
 
+# A line for each trace, its figures in the order of `Outcome`.
+TRACES = RESULTS / "recas_mechanism_traces.jsonl"
 # Of a trace's tokens; between two evictions, the published share stays in the middle.
 SHARE = 0.35
 KEEP_RATIO = 31 / 32
@@ -70,10 +72,13 @@ def run_trace(config: TraceConfig, task: tuple[int, list[str]]) -> dict[str, Any
     """What some methods make of the trace of a seed."""
     torch.set_num_threads(1)
     seed, methods = task
-    trace = reasoning_trace(config, seed)
-    length = len(trace.keys)
+    full = FullAttention(reasoning_trace(config, seed))
+    length = len(full.trace.keys)
     outcomes = {
-        method: TraceRun(trace, config_of(method, length), STRIDE).outcome()._asdict()
+        method: [
+            float(f"{figure:.7g}")
+            for figure in TraceRun(full, config_of(method, length), STRIDE).outcome()
+        ]
         for method in methods
     }
     return {"seed": seed, "tokens": length, "outcomes": outcomes}
@@ -112,7 +117,7 @@ def latency(config: TraceConfig, seeds: int, heads: int = 8, queries: int = 24) 
     rows = []
     for seed in range(seeds):
         trace = reasoning_trace(config, seed)
-        run = TraceRun(trace, config_of("RECAS", len(trace.keys)), STRIDE)
+        run = TraceRun(FullAttention(trace), config_of("RECAS", len(trace.keys)), STRIDE)
         run.outcome()
         memory = run.memory
         assert memory is not None
@@ -151,8 +156,8 @@ def summary(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     table = {}
     for method in METHODS:
         row = {}
-        for name in Outcome._fields:
-            values = [record["outcomes"][method][name] for record in records]
+        for place, name in enumerate(Outcome._fields):
+            values = [record["outcomes"][method][place] for record in records]
             row[name] = statistics.median(values)
             row[f"{name}_mean"] = statistics.fmean(values)
         table[method] = row
@@ -206,7 +211,7 @@ def main() -> None:
     config, traces, kept = TraceConfig(), args.traces, args.kept
     if args.quick:
         config, traces = QUICK, min(traces, 32)
-    kept = kept or Path("/tmp") / f"recas_mechanism_{'quick' if args.quick else 'full'}.jsonl"
+    kept = kept or (Path("/tmp/recas_mechanism_quick.jsonl") if args.quick else TRACES)
     print(f"traces {config}, seeds 0 to {traces - 1}")
     records = run_all(config, traces, args.jobs, kept)
     seconds = latency(config, seeds=2 if args.quick else 9)

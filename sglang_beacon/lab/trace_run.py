@@ -22,6 +22,8 @@ from sglang_beacon.runtime.request import RequestState
 
 # One token of a premise may say nearly all that a query wants of it.
 RECALLED = 0.95
+# A trace has no words.
+_NO_DELIMITER = torch.tensor(0)
 
 
 class Outcome(NamedTuple):
@@ -52,21 +54,38 @@ class Outcome(NamedTuple):
     cosine: float
 
 
+class FullAttention:
+    """What attention over the whole cache of a trace says; computed once for all runs on it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [position + 1] and output [DIM] of the query of a generated token."""
+        if position not in self._known:
+            trace, seen = self.trace, slice(0, position + 1)
+            weights = (trace.keys[seen] @ trace.queries[position - trace.prompt]).softmax(0)
+            self._known[position] = weights, weights @ trace.values[seen]
+        return self._known[position]
+
+
 class TraceRun:
     """One policy on one trace.
 
     Parameters
     ----------
-    trace : Trace
-        Its premises are looked at by `outcome` alone.
+    full : FullAttention
+        Its trace's premises are looked at by `outcome` alone.
     config : KVPolicyConfig
         The budget counts all tokens.
     stride : int
         Queries from one whose output is looked at to the next.
     """
 
-    def __init__(self, trace: Trace, config: KVPolicyConfig, stride: int = 16) -> None:
-        self.trace = trace
+    def __init__(self, full: FullAttention, config: KVPolicyConfig, stride: int = 16) -> None:
+        self.trace = trace = full.trace
+        self.full = full
         self.stride = stride
         self.policy = policies.create(config)
         self.state = RequestState(config, self.policy, page_size=1)
@@ -75,12 +94,17 @@ class TraceRun:
         still = torch.cat((torch.ones(len(trace.keys), 1), torch.zeros(len(trace.keys), 1)), dim=1)
         self.rope = RopeTable(still, neox=True)
         self.keys, self.values = trace.keys[:, None], trace.values[:, None]
-        # Logical positions of what is held; the row, as the server would say.
-        self.held = torch.arange(trace.prompt)
-        self.present = torch.zeros(len(trace.keys), dtype=torch.bool)
-        self.present[: trace.prompt] = True
+        # By layer and head, as signals want them.
+        self._value_norms = trace.values.norm(dim=-1)[:, None, None]
+        self._row = torch.arange(len(trace.keys))
+        self._count = trace.prompt
         self.seen: list[tuple[float, float, float, float]] = []
         self.recalled: list[float] = []
+
+    @property
+    def held(self) -> torch.Tensor:
+        """Logical positions of what is held [N] int64; the row, as the server would say."""
+        return self._row[: self._count]
 
     @torch.no_grad()
     def outcome(self) -> Outcome:
@@ -119,8 +143,8 @@ class TraceRun:
 
     def _step(self, position: int) -> None:
         query = self.trace.queries[position - self.trace.prompt]
-        self.held = torch.cat((self.held, torch.tensor([position])))
-        self.present[position] = True
+        self._row[self._count] = position
+        self._count += 1
         if (position - self.trace.prompt) % self.stride == 0:
             self._look(position, query)
         state, memory = self.state, self.memory
@@ -129,8 +153,14 @@ class TraceRun:
         if state.buffer is not None:
             state.buffer.append(state.after_token(), query.view(1, 1, DIM))
         if memory is not None:
-            queries = query.view(1, 1, DIM)
-            memory.after_token(self._cache(), queries, torch.tensor(0), position, 1.0)
+            memory.after_token(
+                self._cache(),
+                query.view(1, 1, DIM),
+                _NO_DELIMITER,
+                position,
+                1.0,
+                self._value_norms[position],
+            )
         lengths = state.lengths(0, len(self.held))
         plan = state.plan(lengths, state.settle(lengths, share=0))
         if not plan.is_empty:
@@ -144,25 +174,24 @@ class TraceRun:
         )
         if keep is None:
             return
-        self.held = self.held[keep[0, 0]]
-        self.present[:] = False
-        self.present[self.held] = True
+        self._count = keep.shape[2]
+        self._row[: self._count] = self._row[keep[0, 0]]
 
     def _ask(self, position: int, premise: torch.Tensor) -> None:
         """Whether what a query wants of a premise is still there."""
         query = self.trace.queries[position - self.trace.prompt]
         weights = (self.keys[premise, 0] @ query).softmax(0)
-        self.recalled.append(float(weights[self.present[premise]].sum() >= RECALLED))
+        kept = weights[torch.isin(premise, self.held)]
+        self.recalled.append(float(kept.sum() >= RECALLED))
 
     def _look(self, position: int, query: torch.Tensor) -> None:
         """Compare one output with that over the whole cache."""
-        whole = self.keys[: position + 1, 0] @ query
-        weights = whole.softmax(0)
-        expected = weights @ self.values[: position + 1, 0]
+        whole, expected = self.full.at(position)
+        weights = whole[self.held]
         read = len(self.held)
         active = self.memory.active if self.memory is not None else None
         if active is None or self.memory is None:
-            output = whole[self.held].softmax(0) @ self.values[self.held, 0]
+            output = weights / weights.sum() @ self.values[self.held, 0]
         else:
             active.begin(position)
             output = self.memory.attend(0, query[None], self.keys, self.values, self.held, 1.0)[0]
@@ -171,4 +200,4 @@ class TraceRun:
             self.memory.norms[0] = output.norm()
         error = float((output - expected).norm() / expected.norm())
         cosine = float(torch.nn.functional.cosine_similarity(output, expected, dim=0))
-        self.seen.append((float(weights[self.held].sum()), read / (position + 1), error, cosine))
+        self.seen.append((float(weights.sum()), read / (position + 1), error, cosine))

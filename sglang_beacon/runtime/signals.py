@@ -168,25 +168,22 @@ class Signals:
             Multiples of the average weight that attention has to exceed to count; `SIGNIFICANT`
             counts in any case.
         """
-        held = slice(0, self.held)
-        positions = self.positions[..., held]
+        signals, positions = self.view(), self.positions[..., : self.held]
         distance = position - positions
         crosses = self._looks_back(weights, distance, revisits) | (positions < self.transition)
         revisited = (distance >= revisits.far) | (crosses & (distance >= revisits.recent))
         self.noted = self.noted * decay + 1
-        self.relevance[..., held] = weights
+        signals.relevance.copy_(weights)
         # What anything gets adds up over ten thousands of queries, and would drown a revisit.
         counts_from = min(significance / self.held, SIGNIFICANT)
         counted = torch.where(weights > counts_from, weights, 0.0)
-        self.history[..., held] *= decay
-        self.history[..., held] += counted
-        self.evidence[..., held] += torch.where(revisited, counted, 0.0)
-        if self.activated is not None and self.interval is not None:
+        signals.history.mul_(decay).add_(counted)
+        signals.evidence.add_(torch.where(revisited, counted, 0.0))
+        if signals.activated is not None and signals.interval is not None:
             active = weights > self.recurrence
-            waited = position - self.activated[..., held]
-            longest = torch.maximum(self.interval[..., held], waited)
-            self.interval[..., held] = torch.where(active, longest, self.interval[..., held])
-            self.activated[..., held].masked_fill_(active, position)
+            longest = torch.maximum(signals.interval, position - signals.activated)
+            signals.interval.copy_(torch.where(active, longest, signals.interval))
+            signals.activated.masked_fill_(active, position)
 
     def keep(self, pinned: int, kept: torch.Tensor) -> None:
         """Follow an eviction.
