@@ -1,9 +1,10 @@
 """RECAS against others on synthetic traces of long reasoning: memory, recall, error, latency.
 
 A thousand traces of 4K to 32K tokens (`sglang_beacon.lab.reasoning_trace`), one layer and head
-each, run by the server's own planner, policies and memory. No method sees which tokens are the
-premises. What each keeps is the same share of the trace. One trace after the other goes into a
-file that is kept with the results, so a run that was ended goes on where it stopped::
+each, run by the server's own planner, policies and memory; eight at a time have one length, so that
+they can be run as the layers of one request. No method sees which tokens are the
+premises. What each keeps is the same share of the trace. They go into a file that is
+kept with the results, so a run that was ended goes on where it stopped::
 
     python -m benchmarks.recas_mechanism                    # 1,000 traces, hours
     python -m benchmarks.recas_mechanism --quick            # 32 short ones, a minute
@@ -30,6 +31,8 @@ from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
 from sglang_beacon.lab.trace_run import FullAttention, Outcome, TraceRun
 
+# Traces of one length.
+GROUP = 8
 # A line for each trace, its figures in the order of `Outcome`.
 TRACES = RESULTS / "recas_mechanism_traces.jsonl"
 # Of a trace's tokens; between two evictions, the published share stays in the middle.
@@ -68,20 +71,21 @@ def config_of(method: str, length: int) -> KVPolicyConfig:
     )
 
 
-def run_trace(config: TraceConfig, task: tuple[int, list[str]]) -> dict[str, Any]:
-    """What some methods make of the trace of a seed."""
+def run_group(config: TraceConfig, task: tuple[list[int], list[str]]) -> list[dict[str, Any]]:
+    """What some methods make of the traces of some seeds, which all have the first one's length."""
     torch.set_num_threads(1)
-    seed, methods = task
-    full = FullAttention(reasoning_trace(config, seed))
-    length = len(full.trace.keys)
-    outcomes = {
-        method: [
-            float(f"{figure:.7g}")
-            for figure in TraceRun(full, config_of(method, length), STRIDE).outcome()
-        ]
-        for method in methods
-    }
-    return {"seed": seed, "tokens": length, "outcomes": outcomes}
+    seeds, methods = task
+    first = reasoning_trace(config, seeds[0])
+    length = len(first.keys)
+    full = FullAttention([first, *(reasoning_trace(config, seed, length) for seed in seeds[1:])])
+    records: list[dict[str, Any]] = [
+        {"seed": seed, "tokens": length, "outcomes": {}} for seed in seeds
+    ]
+    for method in methods:
+        outcomes = TraceRun(full, config_of(method, length), STRIDE).outcomes()
+        for record, outcome in zip(records, outcomes, strict=True):
+            record["outcomes"][method] = [float(f"{figure:.7g}") for figure in outcome]
+    return records
 
 
 def run_all(config: TraceConfig, traces: int, jobs: int, kept: Path) -> list[dict[str, Any]]:
@@ -95,15 +99,17 @@ def run_all(config: TraceConfig, traces: int, jobs: int, kept: Path) -> list[dic
     for line in kept.read_text().splitlines() if kept.exists() else ():
         take(json.loads(line))
     tasks = []
-    for seed in range(traces):
-        known = records[seed]["outcomes"] if seed in records else {}
-        if missing := [method for method in METHODS if method not in known]:
-            tasks.append((seed, missing))
+    for begin in range(0, traces, GROUP):
+        seeds = list(range(begin, min(begin + GROUP, traces)))
+        known = [records.get(seed, {"outcomes": {}})["outcomes"] for seed in seeds]
+        if missing := [method for method in METHODS if any(method not in each for each in known)]:
+            tasks.append((seeds, missing))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool, kept.open("a") as file:
-        for record in pool.imap_unordered(partial(run_trace, config), tasks):
-            file.write(json.dumps(record) + "\n")
+        for group in pool.imap_unordered(partial(run_group, config), tasks):
+            file.writelines(json.dumps(record) + "\n" for record in group)
             file.flush()
-            take(record)
+            for record in group:
+                take(record)
     return [records[seed] for seed in range(traces)]
 
 
@@ -117,8 +123,9 @@ def latency(config: TraceConfig, seeds: int, heads: int = 8, queries: int = 24) 
     rows = []
     for seed in range(seeds):
         trace = reasoning_trace(config, seed)
-        run = TraceRun(FullAttention(trace), config_of("RECAS", len(trace.keys)), STRIDE)
-        run.outcome()
+        run = TraceRun(FullAttention([trace]), config_of("RECAS", len(trace.keys)), STRIDE)
+        run.outcomes()
+        held = run.positions[0, : run.held]
         memory = run.memory
         assert memory is not None
         assert memory.active is not None
@@ -135,7 +142,7 @@ def latency(config: TraceConfig, seeds: int, heads: int = 8, queries: int = 24) 
             ops.sparse_decode(per_head[None], keys, values, everything, counts, 1.0)
             full.append(time.perf_counter() - begin)
             begin = time.perf_counter()
-            memory.active.attend(0, per_head, keys, values, run.held, 1.0, value_norm, norms)
+            memory.active.attend(0, per_head, keys, values, held, 1.0, value_norm, norms)
             sparse.append(time.perf_counter() - begin)
             weights = memory.active.take_weights()
             assert weights is not None

@@ -92,8 +92,8 @@ class Trace(NamedTuple):
     needed: torch.Tensor
 
 
-def reasoning_trace(config: TraceConfig, seed: int) -> Trace:
-    """Draw one trace; the same seed gives the same trace."""
+def reasoning_trace(config: TraceConfig, seed: int, length: int | None = None) -> Trace:
+    """Draw one trace; the same seed gives the same trace, of its own length or another."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> float:
@@ -102,7 +102,8 @@ def reasoning_trace(config: TraceConfig, seed: int) -> Trace:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    length = round(math.exp(uniform(math.log(config.shortest), math.log(config.longest))))
+    drawn = round(math.exp(uniform(math.log(config.shortest), math.log(config.longest))))
+    length = length or drawn
     prompt = round(length * config.prompt_share)
     position = torch.arange(length)
 

@@ -1,11 +1,12 @@
-"""Runs a policy over a synthetic trace: the server's own planner, policies and memory, no model.
+"""Runs a policy over synthetic traces: the server's own planner, policies and memory, no model.
 
-One layer, one head. Everything that the policy needs to know is followed token by token; how far
-its attention is from that over the whole cache is looked at every `stride` queries.
+A layer for each trace, with one head. Everything that the policy needs to know is followed token by
+token; how far its attention is from that over the whole cache is looked at every `stride` queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -55,28 +56,42 @@ class Outcome(NamedTuple):
 
 
 class FullAttention:
-    """What attention over the whole cache of a trace says; computed once for all runs on it."""
+    """What attention over the whole cache says, computed once for all runs on some traces.
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    Parameters
+    ----------
+    traces : sequence of Trace
+        Of one length, with one length of the prompt.
+    """
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.traces = traces
+        self.prompt, self.length = traces[0].prompt, len(traces[0].keys)
+        self.keys = torch.stack([trace.keys for trace in traces])
+        self.values = torch.stack([trace.values for trace in traces])
+        # By step, as a step takes them.
+        self.queries = torch.stack([trace.queries for trace in traces], dim=1)
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [position + 1] and output [DIM] of the query of a generated token."""
+        """Weights [traces, position + 1] and outputs [traces, DIM] of a generated token."""
         if position not in self._known:
-            trace, seen = self.trace, slice(0, position + 1)
-            weights = (trace.keys[seen] @ trace.queries[position - trace.prompt]).softmax(0)
-            self._known[position] = weights, weights @ trace.values[seen]
+            query, seen = self.queries[position - self.prompt], slice(0, position + 1)
+            weights = (self.keys[:, seen] @ query[..., None]).softmax(1)
+            outputs = weights.transpose(1, 2) @ self.values[:, seen]
+            self._known[position] = weights[..., 0], outputs[:, 0]
         return self._known[position]
 
 
 class TraceRun:
-    """One policy on one trace.
+    """One policy on some traces, each of which is a layer of its own.
+
+    Layers have nothing to do with each other here; together they take fewer and larger operations.
 
     Parameters
     ----------
     full : FullAttention
-        Its trace's premises are looked at by `outcome` alone.
+        Its traces' premises are looked at by `outcomes` alone.
     config : KVPolicyConfig
         The budget counts all tokens.
     stride : int
@@ -84,84 +99,86 @@ class TraceRun:
     """
 
     def __init__(self, full: FullAttention, config: KVPolicyConfig, stride: int = 16) -> None:
-        self.trace = trace = full.trace
         self.full = full
         self.stride = stride
         self.policy = policies.create(config)
         self.state = RequestState(config, self.policy, page_size=1)
         self.memory = self.state.memory
         # Keys and queries of a trace carry no rotation.
-        still = torch.cat((torch.ones(len(trace.keys), 1), torch.zeros(len(trace.keys), 1)), dim=1)
+        still = torch.cat((torch.ones(full.length, 1), torch.zeros(full.length, 1)), dim=1)
         self.rope = RopeTable(still, neox=True)
-        self.keys, self.values = trace.keys[:, None], trace.values[:, None]
-        # By layer and head, as signals want them.
-        self._value_norms = trace.values.norm(dim=-1)[:, None, None]
-        self._row = torch.arange(len(trace.keys))
-        self._count = trace.prompt
-        self.seen: list[tuple[float, float, float, float]] = []
-        self.recalled: list[float] = []
+        # By step, layer and head, as signals want them.
+        self._value_norms = full.values.norm(dim=-1).T[..., None]
+        # What is held lies at the front: logical positions, keys and values by layer.
+        self.positions = torch.arange(full.length).repeat(len(full.traces), 1)
+        self.keys, self.values = full.keys.clone(), full.values.clone()
+        self.held = full.prompt
+        self._slots = torch.arange(full.length)
+        self._pools = [list(each[:, :, None]) for each in (self.keys, self.values)]
+        self.seen: list[torch.Tensor] = []
+        self.recalled: list[list[float]] = [[] for _ in full.traces]
 
     @property
-    def held(self) -> torch.Tensor:
-        """Logical positions of what is held [N] int64; the row, as the server would say."""
-        return self._row[: self._count]
+    def cache(self) -> CachedKeys:
+        """What is held, as the server would say."""
+        keys, values = self._pools
+        return CachedKeys(keys, self._slots[: self.held], values)
 
     @torch.no_grad()
-    def outcome(self) -> Outcome:
-        """Run it to the end."""
-        trace = self.trace
-        needed = dict(zip(trace.needed.tolist(), trace.premises, strict=True))
+    def outcomes(self) -> list[Outcome]:
+        """Run the traces to their end; what became of each."""
+        asked: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for layer, trace in enumerate(self.full.traces):
+            for position, premise in zip(trace.needed.tolist(), trace.premises, strict=True):
+                asked.setdefault(position, []).append((layer, premise))
         self._begin()
-        for position in range(trace.prompt, len(trace.keys)):
-            if position in needed:
-                self._ask(position, needed[position])
+        for position in range(self.full.prompt, self.full.length):
+            for layer, premise in asked.get(position, ()):
+                self._ask(position, layer, premise)
             self._step(position)
-        mass, read, error, cosine = (fmean(column) for column in zip(*self.seen, strict=True))
-        return Outcome(
-            removed=1 - len(self.held) / len(trace.keys),
-            mass=mass,
-            recall=fmean(self.recalled),
-            interactions=1 - read,
-            error=error,
-            cosine=cosine,
-        )
+        means = torch.stack(self.seen, dim=-1).double().mean(-1).tolist()
+        return [
+            Outcome(
+                removed=1 - self.held / self.full.length,
+                mass=mass,
+                recall=fmean(recalled),
+                interactions=1 - read,
+                error=error,
+                cosine=cosine,
+            )
+            for (mass, read, error, cosine), recalled in zip(means, self.recalled, strict=True)
+        ]
 
     def _begin(self) -> None:
-        state, prompt = self.state, self.trace.prompt
+        state, prompt, layers = self.state, self.full.prompt, len(self.full.traces)
         if state.shape is not None:
-            buffer = QueryBuffer(state.shape, 1, 1, DIM, torch.float32, "cpu")
-            state.seed(buffer, None)
+            state.seed(QueryBuffer(state.shape, layers, 1, DIM, torch.float32, "cpu"), None)
         if state.policy is not None:
             # Nobody sees the prompt's queries.
             state.after_prefill(0, 0, prompt)
         if self.memory is not None:
-            self.memory.begin(1, 1, 1, "none", "cpu")
-            self.memory.after_prefill(self._cache(), torch.empty(1, 0, 1, DIM), prompt, 1.0)
-
-    def _cache(self) -> CachedKeys:
-        return CachedKeys([self.keys], self.held, [self.values])
+            self.memory.begin(layers, 1, 1, "none", "cpu")
+            self.memory.after_prefill(self.cache, torch.empty(layers, 0, 1, DIM), prompt, 1.0)
 
     def _step(self, position: int) -> None:
-        query = self.trace.queries[position - self.trace.prompt]
-        self._row[self._count] = position
-        self._count += 1
-        if (position - self.trace.prompt) % self.stride == 0:
-            self._look(position, query)
+        queries = self.full.queries[position - self.full.prompt][:, None]
+        # Until the first eviction, everything lies where it always did.
+        if self.held < position:
+            self.positions[:, self.held] = position
+            self.keys[:, self.held] = self.full.keys[:, position]
+            self.values[:, self.held] = self.full.values[:, position]
+        self.held += 1
+        if (position - self.full.prompt) % self.stride == 0:
+            self._look(position, queries)
         state, memory = self.state, self.memory
         if state.policy is None:
             return
         if state.buffer is not None:
-            state.buffer.append(state.after_token(), query.view(1, 1, DIM))
+            state.buffer.append(state.after_token(), queries)
         if memory is not None:
-            memory.after_token(
-                self._cache(),
-                query.view(1, 1, DIM),
-                _NO_DELIMITER,
-                position,
-                1.0,
-                self._value_norms[position],
-            )
-        lengths = state.lengths(0, len(self.held))
+            norms = self._value_norms[position]
+            memory.after_token(self.cache, queries, _NO_DELIMITER, position, 1.0, norms)
+        lengths = state.lengths(0, self.held)
         plan = state.plan(lengths, state.settle(lengths, share=0))
         if not plan.is_empty:
             carry_out(plan, state.buffer, self._choose)
@@ -169,35 +186,46 @@ class TraceRun:
     def _choose(self, plan: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
         assert self.policy is not None
         buffer, memory = self.state.buffer, self.memory
-        keep = choose(
-            self.policy, self._cache(), self.rope, 1.0, plan, phase, buffer, memory, probe
-        )
+        keep = choose(self.policy, self.cache, self.rope, 1.0, plan, phase, buffer, memory, probe)
         if keep is None:
             return
-        self._count = keep.shape[2]
-        self._row[: self._count] = self._row[keep[0, 0]]
+        kept = keep[:, 0]
+        self.held = kept.shape[1]
+        self.positions[:, : self.held] = self.positions.gather(1, kept)
+        for pool in (self.keys, self.values):
+            pool[:, : self.held] = pool.gather(1, kept[..., None].expand(-1, -1, DIM))
 
-    def _ask(self, position: int, premise: torch.Tensor) -> None:
+    def _ask(self, position: int, layer: int, premise: torch.Tensor) -> None:
         """Whether what a query wants of a premise is still there."""
-        query = self.trace.queries[position - self.trace.prompt]
-        weights = (self.keys[premise, 0] @ query).softmax(0)
-        kept = weights[torch.isin(premise, self.held)]
-        self.recalled.append(float(kept.sum() >= RECALLED))
+        query = self.full.queries[position - self.full.prompt, layer]
+        weights = (self.full.keys[layer, premise] @ query).softmax(0)
+        kept = weights[torch.isin(premise, self.positions[layer, : self.held])]
+        self.recalled[layer].append(float(kept.sum() >= RECALLED))
 
-    def _look(self, position: int, query: torch.Tensor) -> None:
-        """Compare one output with that over the whole cache."""
+    def _look(self, position: int, queries: torch.Tensor) -> None:
+        """Compare outputs with those over the whole cache."""
         whole, expected = self.full.at(position)
-        weights = whole[self.held]
-        read = len(self.held)
-        active = self.memory.active if self.memory is not None else None
-        if active is None or self.memory is None:
-            output = weights / weights.sum() @ self.values[self.held, 0]
+        weights = whole.gather(1, self.positions[:, : self.held])
+        mass = weights.sum(1)
+        read = torch.full_like(mass, self.held)
+        memory = self.memory
+        active = memory.active if memory is not None else None
+        if memory is None or active is None:
+            averages = (weights / mass[:, None])[:, None] @ self.values[:, : self.held]
+            outputs = averages[:, 0]
         else:
             active.begin(position)
-            output = self.memory.attend(0, query[None], self.keys, self.values, self.held, 1.0)[0]
-            read = int(active.counts[0][0])
-        if self.memory is not None:
-            self.memory.norms[0] = output.norm()
-        error = float((output - expected).norm() / expected.norm())
-        cosine = float(torch.nn.functional.cosine_similarity(output, expected, dim=0))
-        self.seen.append((float(weights.sum()), read / (position + 1), error, cosine))
+            keys, slots, values = self.cache
+            assert values is not None
+            outputs = torch.cat(
+                [
+                    memory.attend(layer, query, keys[layer], values[layer], slots, 1.0)
+                    for layer, query in enumerate(queries)
+                ]
+            )
+            read = torch.stack([each[0] for each in active.counts])
+        if memory is not None:
+            memory.norms[:] = outputs.norm(dim=-1, keepdim=True)
+        error = (outputs - expected).norm(dim=-1) / expected.norm(dim=-1)
+        cosine = torch.nn.functional.cosine_similarity(outputs, expected)
+        self.seen.append(torch.stack((mass, read / (position + 1), error, cosine), dim=-1))
