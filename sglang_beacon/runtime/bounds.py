@@ -9,7 +9,7 @@ since ``o - o' = delta (o_dropped - o')`` and both are averages of values. Three
 ``delta``, which all return a number that is at least it, each under its own condition:
 
 ``exact``
-    The dropped tokens' keys were read: ``delta = 1 - exp(lse_active - lse_all)``.
+    The dropped tokens' keys were read: ``delta`` is the sum of their weights.
 ``certified``
     Only bounds on their logits were read. Holds always.
 ``calibrated``
@@ -40,12 +40,25 @@ def output_error(value_norm: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return 2 * value_norm * delta
 
 
-def exact_drop(lse_active: torch.Tensor, lse_all: torch.Tensor) -> torch.Tensor:
-    """Dropped mass [...], from the natural logarithms of both sums.
+def exact_drop(ordered: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Dropped mass, for several numbers of attended tokens.
 
-    In ``expm1``, since it is usually small: ``1 - exp`` would lose it to rounding.
+    Parameters
+    ----------
+    ordered : Tensor [..., H_kv, N]
+        Attention weights of all tokens, in the order in which they are attended to.
+    sizes : Tensor [..., sizes] int64
+        How many of them are.
+
+    Returns
+    -------
+    Tensor [..., H_kv, sizes]
     """
-    return (-torch.expm1(lse_active - lse_all)).clamp(0, 1)
+    # From the end, so that small sums are not lost to rounding.
+    sums = ordered.flip(-1).cumsum(-1).flip(-1)
+    sums = torch.nn.functional.pad(sums, (0, 1))
+    index = sizes[..., None, :].expand(*ordered.shape[:-1], -1)
+    return sums.gather(-1, index).clamp(max=1.0)
 
 
 def certified_drop(

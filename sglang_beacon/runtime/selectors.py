@@ -15,7 +15,7 @@ import torch
 
 from sglang_beacon import ops
 from sglang_beacon.policies.recas_settings import RecasSettings
-from sglang_beacon.runtime.bounds import CalibratedDrop, certified_drop
+from sglang_beacon.runtime.bounds import CalibratedDrop, certified_drop, exact_drop
 from sglang_beacon.runtime.mailbox import Mailbox
 
 # Keys that share a bound on their logits.
@@ -222,7 +222,7 @@ class SketchSelector(Selector):
         ranking = ranked(logits.softmax(-1), query.forced, wanted)
         if self._position % self._settings.probe_interval == 0:
             weights = query.weights()
-            true = tails(weights.gather(1, ranking.order), wanted)
+            true = exact_drop(weights.gather(1, ranking.order), wanted)
             self._mailbox.send(self._position, torch.stack((ranking.drop, true)))
         drop = (ranking.drop + self.calibration.quantile).clamp(0, 1)
         return Ranking(ranking.order, drop)
@@ -290,16 +290,7 @@ def ranked(weights: torch.Tensor, forced: torch.Tensor, sizes: torch.Tensor) -> 
     """
     keys = weights.masked_fill(forced[..., None, :], torch.inf)
     order = torch.sort(keys, dim=-1, descending=True, stable=True).indices
-    return Ranking(order, tails(weights.gather(-1, order), sizes))
-
-
-def tails(ordered: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Sums [..., H_kv, sizes] of what follows the first ``size`` of weights [..., H_kv, N]."""
-    # From the end, so that small tails are not lost to rounding.
-    sums = ordered.flip(-1).cumsum(-1).flip(-1)
-    sums = torch.nn.functional.pad(sums, (0, 1))
-    index = sizes[..., None, :].expand(*ordered.shape[:-1], -1)
-    return sums.gather(-1, index).clamp(max=1.0)
+    return Ranking(order, exact_drop(weights.gather(-1, order), sizes))
 
 
 def _principal_components(keys: torch.Tensor, rank: int) -> torch.Tensor:
