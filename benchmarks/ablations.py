@@ -27,7 +27,7 @@ from benchmarks.conditions import store
 from sglang_beacon import ops
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.core import Fold
-from sglang_beacon.lab.revisit_chain import CHECKPOINT, RevisitChain, grade, steps_right
+from sglang_beacon.lab.revisit_chain import RevisitChain, grade, steps_right
 from sglang_beacon.lab.simulated_run import Run
 from sglang_beacon.lab.simulator import Simulator
 from sglang_beacon.runtime.query_buffer import QueryBuffer
@@ -144,7 +144,9 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[192, 128])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        RevisitChain.checkpoint, dtype=torch.float32
+    ).eval()
     draw = random.Random(1)
     chains = [RevisitChain().sample(draw) for _ in range(args.chains)]
     group = model.config.num_attention_heads // model.config.num_key_value_heads

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sglang_beacon.lab import report
-from sglang_beacon.lab.revisit_chain import CHECKPOINT, Chain, RevisitChain, grade, steps_right
+from sglang_beacon.lab.revisit_chain import Chain, RevisitChain, grade, steps_right
 from sglang_beacon.lab.serving import Server
 
 PICTURE = Path(__file__).parents[1] / "docs" / "thought.png"
@@ -87,7 +87,7 @@ def main() -> None:
     config = {"shared_prefix": "copy", "trace_directory": str(directory)}
     flags = ["--dtype", "float32", "--random-seed", "0", "--kv-policy", "beacon"]
     flags += ["--kv-budget", str(BUDGET), "--kv-policy-config", json.dumps(config)]
-    with Server(*flags, model=CHECKPOINT, threads=1) as server:
+    with Server(*flags, model=RevisitChain.checkpoint, threads=1) as server:
         results = {method: traced(server, chain, method, directory) for method in METHODS}
     for method, (trace, said) in results.items():
         print(f"{method:14s} {steps_right(chain, grade(chain, said)):.1f} steps", trace["policy"])

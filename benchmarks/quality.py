@@ -1,6 +1,7 @@
 """What a bounded cache costs in answers: methods x budgets x tasks, on a real server.
 
     python -m benchmarks.quality --suite revisit                  # RevisitChain
+    python -m benchmarks.quality --suite tracking                 # variables, overwritten
     python -m benchmarks.quality --suite perplexity               # SmolLM2 on essays
     python -m benchmarks.quality --suite needle
     python -m benchmarks.quality --suite reasoning --model Qwen/Qwen3-4B    # needs a GPU
@@ -26,6 +27,7 @@ from benchmarks.conditions import RESULTS
 from benchmarks.contract import Contract, checkpoint_hash, machine
 from benchmarks.suites import needle, perplexity, reasoning, revisit
 from benchmarks.suites.base import Outcome, Suite, Task
+from sglang_beacon.lab.revisit_chain import RevisitChain, VariableTracking
 from sglang_beacon.lab.serving import Server
 
 
@@ -54,8 +56,15 @@ METHODS: dict[str, Method] = {
     },
 }  # fmt: skip
 SHARED_PREFIX = "copy"
+
+
+def _chains(kind: type[RevisitChain | VariableTracking], args: argparse.Namespace) -> Suite:
+    return revisit.suite(args.suite, kind, args.items or 48, args.seed, args.sampled)
+
+
 SUITES: dict[str, Callable[[argparse.Namespace], Suite]] = {
-    "revisit": lambda args: revisit.suite(args.items or 48, args.seed, args.sampled),
+    "revisit": lambda args: _chains(RevisitChain, args),
+    "tracking": lambda args: _chains(VariableTracking, args),
     "perplexity": lambda args: perplexity.suite(args.items or 24),
     "needle": lambda args: needle.suite(args.items or 4),
     "reasoning": lambda args: reasoning.suite(

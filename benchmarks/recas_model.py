@@ -22,7 +22,7 @@ from benchmarks.conditions import RESULTS, store
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.active_errors import ErrorSimulator
 from sglang_beacon.lab.demo_model import ensure
-from sglang_beacon.lab.revisit_chain import CHECKPOINT, RevisitChain
+from sglang_beacon.lab.revisit_chain import RevisitChain
 
 BUDGET = 384
 SELECTORS = ("exact", "pages", "sketch")
@@ -93,7 +93,7 @@ def smollm2(prompt: int) -> tuple[Path, list[int]]:
 
 def revisit_chain(prompt: int) -> tuple[Path, list[int]]:
     """The model that looks up its own thoughts, and the first tokens of a chain."""
-    return CHECKPOINT, list(RevisitChain().sample(random.Random(0)).tokens[:prompt])
+    return RevisitChain.checkpoint, list(RevisitChain().sample(random.Random(0)).tokens[:prompt])
 
 
 MODELS = {"smollm2": smollm2, "revisit_chain": revisit_chain}

@@ -25,9 +25,14 @@ OURS = ("beacon", "recas", "beacon+recas")
 Run = Mapping[str, Any]
 
 
-def cells(runs: Sequence[Run], task: Mapping[str, Any]) -> dict[tuple[str, int | None], Run]:
-    """Runs of one task by method and budget, once their contracts allow one table."""
-    mine = [run for run in runs if run["contract"]["task"] == task]
+def question(run: Run) -> str:
+    """What was asked, of how many, and how it was to be answered: a table has one of them."""
+    return json.dumps([run["contract"][field] for field in ("task", "items", "decoding")])
+
+
+def cells(runs: Sequence[Run], like: Run) -> dict[tuple[str, int | None], Run]:
+    """Runs of one question by method and budget, once their contracts allow one table."""
+    mine = [run for run in runs if question(run) == question(like)]
     found: dict[tuple[str, int | None], Run] = {}
     for run in mine:
         contract = {**run["contract"], "commit": None, "memory_budget": None}
@@ -96,16 +101,25 @@ def against(
     return lines
 
 
+def title(contract: Mapping[str, Any]) -> str:
+    """The task, and in what it was asked differently from the main run of it."""
+    words = [contract["task"]["name"]]
+    if seed := contract["items"]["seed"]:
+        words.append(f"seed {seed}")
+    if contract["decoding"]["temperature"]:
+        words.append("sampled")
+    return ", ".join(words)
+
+
 def quality(runs: Sequence[Run]) -> list[str]:
-    """Every task that was run."""
+    """Every question that was asked."""
     lines: list[str] = []
-    tasks = {json.dumps(run["contract"]["task"], sort_keys=True): run for run in runs}
-    for first in tasks.values():
-        contract = first["contract"]
-        task, found = contract["task"], cells(runs, contract["task"])
+    for first in {question(run): run for run in runs}.values():
+        contract, found = first["contract"], cells(runs, first)
+        task = contract["task"]
         shape = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
         lines += [
-            f"### {task['name']}",
+            f"### {title(contract)}",
             "",
             f"{shape}. {contract['items']['count']} items, seed {contract['items']['seed']}, "
             f"temperature {contract['decoding']['temperature']}; a request sees "
@@ -242,7 +256,7 @@ def main() -> None:
         chain = next((r for r in runs if r["contract"]["task"]["name"] == "revisit_chain"), None)
         if chain is not None:
             figure = RESULTS / "revisit_chain.png"
-            draw(cells(runs, chain["contract"]["task"]), figure)
+            draw(cells(runs, chain), figure)
             lines += [f"![Steps by budget](../benchmarks/results/{figure.name})", ""]
         lines += quality(runs)
     if (stored := RESULTS / "ablations.jsonl").exists():

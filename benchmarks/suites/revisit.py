@@ -1,4 +1,4 @@
-"""RevisitChain: reasoning that needs its own early thoughts, exactly."""
+"""RevisitChain and VariableTracking: reasoning that needs its own early thoughts, exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.lab.revisit_chain import (
-    CHECKPOINT,
     Chain,
     RevisitChain,
     VariableTracking,
@@ -85,15 +84,21 @@ class ChainTask(Task):
         )
 
 
-def suite(chains: int, seed: int = 0, sampled: bool = False) -> Suite:
-    """The main task, and the same with other sizes."""
+def suite(
+    name: str,
+    kind: type[RevisitChain | VariableTracking],
+    chains: int,
+    seed: int = 0,
+    sampled: bool = False,
+) -> Suite:
+    """The main task of a kind, and the same with other sizes."""
     how: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95} if sampled else {}
-    kinds = {
-        "revisit_chain": RevisitChain(),
-        "revisit_chain_8_keys": RevisitChain(n_keys=8),
-        "revisit_chain_24_keys": RevisitChain(n_keys=24),
-        "revisit_chain_200_steps": RevisitChain(n_steps=200),
+    sizes = {
+        kind.name: kind(),
+        f"{kind.name}_8_keys": kind(n_keys=8),
+        f"{kind.name}_24_keys": kind(n_keys=24),
+        f"{kind.name}_200_steps": kind(n_steps=200),
     }
-    tasks = [ChainTask(name, kind, chains, seed, **how) for name, kind in kinds.items()]
+    tasks = [ChainTask(name, task, chains, seed, **how) for name, task in sizes.items()]
     pool = ("--max-total-tokens", "80000", "--skip-tokenizer-init")
-    return Suite("revisit", CHECKPOINT, tasks, (192, 160, 128, 112, 96), pool)
+    return Suite(name, kind.checkpoint, tasks, (192, 160, 128, 112, 96), pool)

@@ -1,8 +1,8 @@
-"""Whether a RevisitChain model is fit for comparing policies.
+"""Whether a model of `revisit_chain` is fit for comparing policies.
 
-``python -m sglang_beacon.lab.revisit_acceptance`` writes ``acceptance.json`` beside the checkpoint.
-A model is fit if it is exact with everything kept, and still with nothing but the table and a
-window: then whoever forgets a fact fails for that reason alone.
+``python -m sglang_beacon.lab.revisit_acceptance TASK`` writes ``acceptance.json`` beside the task's
+checkpoint. A model is fit if it is exact with everything kept, and still with nothing but the facts
+that are true and a window: then whoever forgets a fact fails for that reason alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_beacon.lab.revisit_chain import CHECKPOINT, Chain, Grade, RevisitChain, grade
+from sglang_beacon.lab.revisit_chain import TASKS, Chain, Grade, Task, grade
 
 BATCH = 25
 # What every policy keeps: the first tokens, and the newest ones.
@@ -31,7 +31,8 @@ def visible(chain: Chain, window: int | None, others: torch.Tensor | None = None
     seen = place <= place[:, None]
     if window is not None:
         near = place[:, None] - place < window
-        near[:, list(chain.facts)] = True
+        for fact, until in zip(chain.facts, chain.until, strict=True):
+            near[:until, fact] = True
         near[:, :PREFIX] = True
         if others is not None:
             near |= others
@@ -51,34 +52,33 @@ def answers(model: PreTrainedModel, chains: Sequence[Chain], window: int | None)
     ----------
     model : PreTrainedModel
     chains : sequence of Chain
-        Of one shape: their facts lie at the same places.
+        Of one length.
     window : int or None
-        From the first step on, a token sees the facts, the first `PREFIX` tokens, which no policy
-        evicts, and the newest `window` tokens; None lets it see everything.
+        From the first step on, a token sees the facts while they are true, the first `PREFIX`
+        tokens, which no policy evicts, and the newest `window` tokens; None lets it see everything.
     """
-    seen = visible(chains[0], window)
     grades = []
     for begin in range(0, len(chains), BATCH):
         batch = chains[begin : begin + BATCH]
         tokens = torch.tensor([chain.tokens for chain in batch])
-        mask = seen.expand(len(batch), 1, -1, -1)
+        mask = torch.stack([visible(chain, window) for chain in batch])[:, None]
         said = model(input_ids=tokens, attention_mask=mask).logits.argmax(-1)
         for chain, row in zip(batch, said.tolist(), strict=True):
             grades.append(grade(chain, row[chain.n_prompt - 1 : -1]))
     return grades
 
 
-def accept(model: PreTrainedModel, task: RevisitChain, count: int, budget: int) -> dict[str, Any]:
+def accept(model: PreTrainedModel, task: Task, count: int, window: int) -> dict[str, Any]:
     """Shares of exact chains with everything kept, and with the facts and a window."""
     draw = random.Random(400)
     chains = [task.sample(draw) for _ in range(count)]
-    window = budget - len(chains[0].facts) - PREFIX
     full, oracle = answers(model, chains, None), answers(model, chains, window)
     return {
         **asdict(task),
         "chains": count,
         "full_exact": sum(each.exact for each in full) / count,
-        "oracle_budget": budget,
+        # A fact is a key and its value.
+        "oracle_budget": 2 * task.n_keys + PREFIX + window,
         "oracle_exact": sum(each.exact for each in oracle) / count,
         "oracle_lost_revisits": sum(bool(each.lost_revisit) for each in oracle),
         "window": window,
@@ -88,20 +88,23 @@ def accept(model: PreTrainedModel, task: RevisitChain, count: int, budget: int) 
 def main() -> None:
     """Check the sizes that the benchmarks use."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=CHECKPOINT)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--checkpoint", type=Path, help="instead of the shipped one")
     parser.add_argument("--chains", type=int, default=400)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32).eval()
+    kind = TASKS[args.task]
+    checkpoint = args.checkpoint or kind.checkpoint
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     results = []
     for task, count in (
-        (RevisitChain(), args.chains),
-        (RevisitChain(n_keys=8), args.chains // 4),
-        (RevisitChain(n_keys=24), args.chains // 4),
-        (RevisitChain(n_steps=200), args.chains // 8),
+        (kind(), args.chains),
+        (kind(n_keys=8), args.chains // 4),
+        (kind(n_keys=24), args.chains // 4),
+        (kind(n_steps=200), args.chains // 8),
     ):
-        results.append(accept(model, task, count, budget=2 * task.n_keys + PREFIX + WINDOW))
+        results.append(accept(model, task, count, WINDOW))
         print(results[-1], flush=True)
-    (args.checkpoint / "acceptance.json").write_text(json.dumps(results, indent=1) + "\n")
+    (checkpoint / "acceptance.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

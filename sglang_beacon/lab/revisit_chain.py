@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-# A Qwen3 of 0.8 M parameters that does the first one, trained by `revisit_training`.
-CHECKPOINT = Path(__file__).parent / "checkpoints" / "revisit_chain"
+# Of each task a Qwen3 of 0.8 M parameters that does it, trained by `revisit_training`.
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
 MAX_KEYS = 24
 N_ADDENDS = 3
@@ -53,7 +53,9 @@ class Chain:
     revisits
         Indices of the tokens that can only be known by looking far back.
     facts
-        Indices that hold the answers: what a keep-set must have to be exact, where they stay true.
+        Indices that hold the answers: what a keep-set must have to be exact.
+    until
+        For each of them, the first index at which it is no longer true, or the chain's length.
     """
 
     tokens: tuple[int, ...]
@@ -61,6 +63,7 @@ class Chain:
     first_step: int
     revisits: tuple[int, ...]
     facts: tuple[int, ...]
+    until: tuple[int, ...]
 
     @property
     def prompt(self) -> list[int]:
@@ -127,6 +130,7 @@ class RevisitChain:
     """
 
     name: ClassVar[str] = "revisit_chain"
+    checkpoint: ClassVar[Path] = CHECKPOINTS / name
     n_keys: int = 16
     n_steps: int = 72
 
@@ -155,7 +159,8 @@ class RevisitChain:
             tokens += [_ID["step"], _addend(addend), _key(key), _value(rho[key])]
             tokens += [_ID[filler] for filler in _FILLERS]
             key = (rho[key] + addend) % n
-        return Chain(tuple(tokens), n_prompt, first_step, tuple(revisits), tuple(facts))
+        forever = (len(tokens),) * len(facts)
+        return Chain(tuple(tokens), n_prompt, first_step, tuple(revisits), tuple(facts), forever)
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,7 @@ class VariableTracking:
     """
 
     name: ClassVar[str] = "variable_tracking"
+    checkpoint: ClassVar[Path] = CHECKPOINTS / name
     n_keys: int = 16
     n_steps: int = 72
 
@@ -176,7 +182,9 @@ class VariableTracking:
         values = draw.sample(range(n), n)
         order = draw.sample(range(n), n)
         tokens = [_ID["<s>"], _ID["size"], _key(n - 1), _ID["set"]]
+        newest, facts, until = {}, [], []
         for key in order:
+            newest[key] = len(tokens)
             tokens += [_key(key), _value(values[key])]
         tokens += [_ID["think"]]
         n_prompt = first_step = len(tokens)
@@ -187,9 +195,21 @@ class VariableTracking:
             value, new = values[key], (values[key] + 1) % n
             revisits.append(len(tokens) + 3)
             tokens += [_ID["step"], _addend(addend), _key(key), _value(value)]
+            facts += [newest[key], newest[key] + 1]
+            until += [len(tokens)] * 2
+            newest[key] = len(tokens)
             tokens += [_key(key), _value(new), _ID[_FILLERS[0]]]
             values[key], key = new, (value + addend) % n
-        return Chain(tuple(tokens), n_prompt, first_step, tuple(revisits), ())
+        for place in newest.values():
+            facts += [place, place + 1]
+            until += [len(tokens)] * 2
+        return Chain(
+            tuple(tokens), n_prompt, first_step, tuple(revisits), tuple(facts), tuple(until)
+        )
+
+
+Task = RevisitChain | VariableTracking
+TASKS: dict[str, type[Task]] = {task.name: task for task in (RevisitChain, VariableTracking)}
 
 
 def _key(key: int) -> int:

@@ -1,12 +1,14 @@
-"""How the shipped RevisitChain model was trained: about an hour on two CPU cores.
+"""How the shipped models of `revisit_chain` were trained: each in about an hour on two CPU cores.
 
 ``python -m sglang_beacon.lab.revisit_training OUT`` writes the checkpoint, its tokenizer and
 ``training.jsonl``. What matters: from few keys and short chains to many and long ones; full weight
-on table and lookups; and fillers that need no memory, or the model learns to look far back for
+on facts and lookups; and fillers that need no memory, or the model learns to look far back for
 them.
 
-The checkpoint came from eight runs, each going on from the one before (``run`` in its
-``training.jsonl``): it was stopped where a curriculum was too steep.
+RevisitChain's came from eight runs, each going on from the one before (``run`` in its
+``training.jsonl``): it was stopped where a curriculum was too steep. VariableTracking's goes on from
+that one, in three: ``--tasks variable_tracking --start RUN --from-stage 2`` until nearly all is
+right, then ``--from-stage 7``, and once more from 6.
 """
 
 from __future__ import annotations
@@ -27,14 +29,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sglang_beacon.lab.revisit_acceptance import WINDOW, visible
 from sglang_beacon.lab.revisit_chain import (
     STEP_TOKENS,
+    TASKS,
     VOCABULARY,
     Chain,
     RevisitChain,
-    VariableTracking,
     save_tokenizer,
 )
 
-TASKS = {task.name: task for task in (RevisitChain, VariableTracking)}
 LOG_EVERY = 50
 
 
@@ -103,7 +104,7 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
 
 
 # What a token is for: of the prompt, which cannot be predicted, or of the rest, with its weight.
-PROMPT, TABLE, REVISIT, NEXT_KEY, REST = range(5)
+PROMPT, FACT, REVISIT, NEXT_KEY, REST = range(5)
 WEIGHTS = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.2])
 
 
@@ -113,7 +114,7 @@ def pack(chains: Sequence[Chain]) -> tuple[torch.Tensor, torch.Tensor]:
     kinds = torch.zeros_like(tokens)
     for row, chain in zip(kinds, chains, strict=True):
         row[chain.n_prompt :] = REST
-        row[chain.n_prompt : chain.first_step] = TABLE
+        row[[fact for fact in chain.facts if fact >= chain.n_prompt]] = FACT
         revisits = torch.tensor(chain.revisits)
         row[revisits] = REVISIT
         row[revisits[1:] - 1] = NEXT_KEY
@@ -155,7 +156,8 @@ def train(
             task = TASKS[draw.choice(tasks)](draw.choice(stage.n_keys), stage.n_steps)
             chains = [task.sample(draw)]
             rows = max(4, stage.batch_tokens // len(chains[0].tokens))
-            tokens, kinds = pack([*chains, *(task.sample(draw) for _ in range(rows - 1))])
+            chains += [task.sample(draw) for _ in range(rows - 1)]
+            tokens, kinds = pack(chains)
             warm, past = min(1.0, (done + 1) / 100), min(1.0, done / total)
             rate = peak_rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * past)))
             for group in optimizer.param_groups:
@@ -164,7 +166,7 @@ def train(
             mask = None
             if draw.random() < stage.hidden:
                 others = some(chains[0], draw)
-                mask = visible(chains[0], WINDOW, others).expand(len(tokens), 1, -1, -1)
+                mask = torch.stack([visible(chain, WINDOW, others) for chain in chains])[:, None]
             logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1]
             losses = functional.cross_entropy(
                 logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none"
@@ -183,7 +185,7 @@ def train(
                 share = {
                     name: round(right[kinds == kind].float().mean().item(), 4)
                     for kind, name in (
-                        (TABLE, "table"),
+                        (FACT, "facts"),
                         (REVISIT, "revisits"),
                         (NEXT_KEY, "keys"),
                         (REST, "rest"),

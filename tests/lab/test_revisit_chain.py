@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_beacon.lab.revisit_acceptance import accept
 from sglang_beacon.lab.revisit_chain import (
-    CHECKPOINT,
     STEP_TOKENS,
     VOCABULARY,
     Chain,
@@ -21,6 +20,7 @@ from sglang_beacon.lab.revisit_chain import (
 )
 
 TASKS = (RevisitChain(), RevisitChain(n_keys=8), RevisitChain(24, 40), VariableTracking())
+SHIPPED = (RevisitChain, VariableTracking)
 
 
 def words(chain: Chain) -> list[str]:
@@ -67,6 +67,20 @@ def test_a_variable_has_its_newest_value() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
+def test_facts_that_are_true_answer_every_revisit(task: RevisitChain | VariableTracking) -> None:
+    chain = task.sample(random.Random(1))
+    keys = list(zip(chain.facts[::2], chain.until[::2], strict=True))
+    assert chain.until[::2] == chain.until[1::2]
+    for index in chain.revisits:
+        key = chain.tokens[index - 1]
+        (fact,) = [
+            fact for fact, until in keys if fact < index - 1 < until and chain.tokens[fact] == key
+        ]
+        assert chain.facts[chain.facts.index(fact) + 1] == fact + 1
+        assert chain.tokens[fact + 1] == chain.tokens[index]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
 def test_all_but_lookups_follow_from_the_last_16_tokens(
     task: RevisitChain | VariableTracking,
 ) -> None:
@@ -96,19 +110,20 @@ def test_grades() -> None:
         grade(chain, answer[:-1])
 
 
-def test_the_shipped_model_is_fit() -> None:
+@pytest.mark.parametrize("kind", SHIPPED, ids=lambda kind: kind.name)
+def test_the_shipped_model_is_fit(kind: type[RevisitChain | VariableTracking]) -> None:
     """Exact with everything kept, and with the facts, the first tokens and a window."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
-    found = accept(model, RevisitChain(), 24, budget=52)
+    model = AutoModelForCausalLM.from_pretrained(kind.checkpoint, dtype=torch.float32).eval()
+    found = accept(model, kind(), 24, window=16)
     assert found["full_exact"] == 1.0
     assert found["oracle_exact"] >= 0.95
-    stored = json.loads((CHECKPOINT / "acceptance.json").read_text())
+    stored = json.loads((kind.checkpoint / "acceptance.json").read_text())
     (main,) = [each for each in stored if (each["n_keys"], each["n_steps"]) == (16, 72)]
     assert main["chains"] == 400
     assert min(main["full_exact"], main["oracle_exact"]) >= 0.95
 
 
 def test_the_tokenizer_says_the_words() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer = AutoTokenizer.from_pretrained(RevisitChain.checkpoint)
     chain = RevisitChain().sample(random.Random(0))
     assert tokenizer(" ".join(words(chain)))["input_ids"] == list(chain.tokens)
