@@ -6,9 +6,9 @@ on facts and lookups; and fillers that need no memory, or the model learns to lo
 them.
 
 RevisitChain's came from eight runs, each going on from the one before (``run`` in its
-``training.jsonl``): it was stopped where a curriculum was too steep. VariableTracking's goes on from
-that one, in three: ``--tasks variable_tracking --start RUN --from-stage 2`` until nearly all is
-right, then ``--from-stage 7``, and once more from 6.
+``training.jsonl``): it was stopped where a curriculum was too steep. VariableTracking's goes on
+from that one, in three: ``--tasks variable_tracking --start RUN --from-stage 2`` until nearly all
+is right, then ``--from-stage 7``, and once more from 6.
 """
 
 from __future__ import annotations
