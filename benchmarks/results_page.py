@@ -112,10 +112,12 @@ def title(contract: Mapping[str, Any]) -> str:
 
 
 def quality(runs: Sequence[Run]) -> list[str]:
-    """Every question that was asked."""
+    """Every question that a method with a budget was asked."""
     lines: list[str] = []
     for first in {question(run): run for run in runs}.values():
         contract, found = first["contract"], cells(runs, first)
+        if not bounded(found):
+            continue
         task = contract["task"]
         shape = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
         lines += [
