@@ -2,9 +2,9 @@
 
 A thousand traces of 4K to 32K tokens (`sglang_beacon.lab.reasoning_trace`), one layer and head
 each, run by the server's own planner, policies and memory; eight at a time have one length, so that
-they can be run as the layers of one request. No method sees which tokens are the
-premises. What each keeps is the same share of the trace. They go into a file that is
-kept with the results, so a run that was ended goes on where it stopped::
+they can be run as the layers of one request. No method sees which tokens are the premises. What
+each keeps is the same share of the trace. They go into a file that is kept with the results, so a
+run that was ended goes on where it stopped::
 
     python -m benchmarks.recas_mechanism                    # 1,000 traces, hours
     python -m benchmarks.recas_mechanism --quick            # 32 short ones, a minute

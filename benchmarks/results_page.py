@@ -32,7 +32,8 @@ def question(run: Run) -> str:
 
 def cells(runs: Sequence[Run], like: Run) -> dict[tuple[str, int | None], Run]:
     """Runs of one question by method and budget, once their contracts allow one table."""
-    mine = [run for run in runs if question(run) == question(like)]
+    asked = question(like)
+    mine = [run for run in runs if question(run) == asked]
     found: dict[tuple[str, int | None], Run] = {}
     for run in mine:
         contract = {**run["contract"], "commit": None, "memory_budget": None}

@@ -13,6 +13,7 @@ from sglang_beacon.lab.revisit_chain import (
     RevisitChain,
     VariableTracking,
     grade,
+    sizes,
     steps_right,
 )
 from sglang_beacon.lab.serving import Server
@@ -93,12 +94,6 @@ def suite(
 ) -> Suite:
     """The main task of a kind, and the same with other sizes."""
     how: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95} if sampled else {}
-    sizes = {
-        kind.name: kind(),
-        f"{kind.name}_8_keys": kind(n_keys=8),
-        f"{kind.name}_24_keys": kind(n_keys=24),
-        f"{kind.name}_200_steps": kind(n_steps=200),
-    }
-    tasks = [ChainTask(name, task, chains, seed, **how) for name, task in sizes.items()]
+    tasks = [ChainTask(each, task, chains, seed, **how) for each, task in sizes(kind).items()]
     pool = ("--max-total-tokens", "80000", "--skip-tokenizer-init")
     return Suite(name, kind.checkpoint, tasks, (192, 160, 128, 112, 96), pool)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_beacon.lab.revisit_chain import TASKS, Chain, Grade, Task, grade
+from sglang_beacon.lab.revisit_chain import TASKS, Chain, Grade, Task, grade, sizes
 
 BATCH = 25
 # What every policy keeps: the first tokens, and the newest ones.
@@ -31,8 +31,7 @@ def visible(chain: Chain, window: int | None, others: torch.Tensor | None = None
     seen = place <= place[:, None]
     if window is not None:
         near = place[:, None] - place < window
-        for fact, until in zip(chain.facts, chain.until, strict=True):
-            near[:until, fact] = True
+        near[:, list(chain.facts)] |= place[:, None] < torch.tensor(chain.until)
         near[:, :PREFIX] = True
         if others is not None:
             near |= others
@@ -96,13 +95,9 @@ def main() -> None:
     checkpoint = args.checkpoint or kind.checkpoint
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     results = []
-    for task, count in (
-        (kind(), args.chains),
-        (kind(n_keys=8), args.chains // 4),
-        (kind(n_keys=24), args.chains // 4),
-        (kind(n_steps=200), args.chains // 8),
-    ):
-        results.append(accept(model, task, count, WINDOW))
+    # Fewer of the other sizes.
+    for task, part in zip(sizes(kind).values(), (1, 4, 4, 8), strict=True):
+        results.append(accept(model, task, args.chains // part, WINDOW))
         print(results[-1], flush=True)
     (checkpoint / "acceptance.json").write_text(json.dumps(results, indent=1) + "\n")
 

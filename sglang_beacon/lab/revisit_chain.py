@@ -212,6 +212,16 @@ Task = RevisitChain | VariableTracking
 TASKS: dict[str, type[Task]] = {task.name: task for task in (RevisitChain, VariableTracking)}
 
 
+def sizes(kind: type[Task]) -> dict[str, Task]:
+    """The sizes of a task that models are accepted and methods compared at, by name."""
+    return {
+        kind.name: kind(),
+        f"{kind.name}_8_keys": kind(n_keys=8),
+        f"{kind.name}_24_keys": kind(n_keys=24),
+        f"{kind.name}_200_steps": kind(n_steps=200),
+    }
+
+
 def _key(key: int) -> int:
     return _ID[_KEYS[key]]
 

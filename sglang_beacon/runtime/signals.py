@@ -55,9 +55,9 @@ class Signals:
         Sum of those weights, older ones decayed.
     evidence : Tensor, likewise
         Sum of the weights that were revisits, not decayed.
-    activated, interval : Tensor, likewise, or None
-        Logical position at which each token was last active, and the longest time between two
-        such; None where recurrence is not tracked.
+    activated : Tensor, likewise, or None
+        Logical position at which each token was last active; None where recurrence is not tracked.
+        `view` has the longest time between two such as well.
     positions : Tensor [layers, H_kv, capacity] int64
         Logical position of each token.
     transition : Tensor [] int64
@@ -100,10 +100,6 @@ class Signals:
     @property
     def activated(self) -> torch.Tensor | None:
         return self._table[3] if self.recurrence else None
-
-    @property
-    def interval(self) -> torch.Tensor | None:
-        return self._table[4] if self.recurrence else None
 
     @property
     def capacity(self) -> int:
