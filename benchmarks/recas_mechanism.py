@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import statistics
+import tempfile
 import time
 from dataclasses import asdict
 from functools import partial
@@ -213,14 +214,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="32 short traces; nothing is stored")
     parser.add_argument("--traces", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--kept", type=Path, help="file of the traces that are done")
     args = parser.parse_args()
-    config, traces, kept = TraceConfig(), args.traces, args.kept
-    if args.quick:
-        config, traces = QUICK, min(traces, 32)
-    kept = kept or (Path("/tmp/recas_mechanism_quick.jsonl") if args.quick else TRACES)
+    config, traces = (QUICK, min(args.traces, 32)) if args.quick else (TraceConfig(), args.traces)
     print(f"traces {config}, seeds 0 to {traces - 1}")
-    records = run_all(config, traces, args.jobs, kept)
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = Path(scratch) / TRACES.name if args.quick else TRACES
+        records = run_all(config, traces, args.jobs, kept)
     seconds = latency(config, seeds=2 if args.quick else 9)
     table = summary(records)
     print_table(table, seconds)

@@ -38,7 +38,9 @@ class Server(serving.Server):
 
     def steps(self, since: int = 0) -> list[dict[str, Any]]:
         """Forwards and retractions recorded so far, from record ``since`` on."""
-        lines = self.probe_log.read_text().splitlines()[since:]
+        # The scheduler may be within a line.
+        written, _, _ = self.probe_log.read_text().rpartition("\n")
+        lines = written.splitlines()[since:]
         return [json.loads(line) for line in lines]
 
     def generate_at_once(self, jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
