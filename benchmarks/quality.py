@@ -27,7 +27,7 @@ from benchmarks.conditions import RESULTS
 from benchmarks.contract import Contract, checkpoint_hash, machine
 from benchmarks.suites import needle, perplexity, reasoning, revisit
 from benchmarks.suites.base import Outcome, Suite, Task
-from sglang_beacon.lab.revisit_chain import RevisitChain, VariableTracking
+from sglang_beacon.lab.revisit_chain import RevisitChain, RevisitTask, VariableTracking
 from sglang_beacon.lab.serving import Server
 
 
@@ -58,7 +58,7 @@ METHODS: dict[str, Method] = {
 SHARED_PREFIX = "copy"
 
 
-def _chains(kind: type[RevisitChain | VariableTracking], args: argparse.Namespace) -> Suite:
+def _chains(kind: type[RevisitTask], args: argparse.Namespace) -> Suite:
     return revisit.suite(args.suite, kind, args.items or 48, args.seed, args.sampled)
 
 

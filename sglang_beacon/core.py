@@ -26,6 +26,9 @@ from typing import NamedTuple
 
 import torch
 
+# Keys that say how far a query looks: those it attends to most (BeaconKV, section 3).
+FAVOURITES = 150
+
 
 @dataclass(frozen=True)
 class RequestLengths:
@@ -240,3 +243,11 @@ class Observations(NamedTuple):
     queries: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     signals: TokenSignals | None = None
+
+
+def favourite_count(held: int, most: int = FAVOURITES) -> int:
+    """How many of its favourite keys say how far a query looks, among so many that are held.
+
+    A tenth at most: a cache has to be long enough for them to be a choice.
+    """
+    return min(most, held // 10)

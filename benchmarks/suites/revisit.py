@@ -8,14 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.suites.base import Outcome, Suite, Task
-from sglang_beacon.lab.revisit_chain import (
-    Chain,
-    RevisitChain,
-    VariableTracking,
-    grade,
-    sizes,
-    steps_right,
-)
+from sglang_beacon.lab.revisit_chain import Chain, RevisitTask, grade, sizes, steps_right
 from sglang_beacon.lab.serving import Server
 
 
@@ -28,7 +21,7 @@ class ChainTask(Task):
     """
 
     name: str
-    kind: RevisitChain | VariableTracking
+    kind: RevisitTask
     chains: int
     seed: int = 0
     temperature: float = 0.0
@@ -87,7 +80,7 @@ class ChainTask(Task):
 
 def suite(
     name: str,
-    kind: type[RevisitChain | VariableTracking],
+    kind: type[RevisitTask],
     chains: int,
     seed: int = 0,
     sampled: bool = False,

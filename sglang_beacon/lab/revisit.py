@@ -18,21 +18,22 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from sglang_beacon.core import FAVOURITES, favourite_count
 from sglang_beacon.lab.interception import intercepted
 
-PAPER_KEYS, PAPER_DISTANCE = 150, 200
+PAPER_DISTANCE = 200
 
 
 class Thresholds(NamedTuple):
     """A query is global if its ``keys`` favourites are ``distance`` tokens away on average."""
 
-    keys: int = PAPER_KEYS
+    keys: int = FAVOURITES
     distance: float = PAPER_DISTANCE
 
     @classmethod
     def of(cls, tokens: int) -> Thresholds:
         """The paper's, or a tenth of a trace that is too short for them to be a choice."""
-        return cls(max(1, min(PAPER_KEYS, tokens // 10)), min(PAPER_DISTANCE, tokens / 10))
+        return cls(max(1, favourite_count(tokens)), min(PAPER_DISTANCE, tokens / 10))
 
 
 @dataclass(frozen=True)

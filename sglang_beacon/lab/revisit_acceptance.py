@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sglang_beacon.lab.revisit_chain import TASKS, Chain, Grade, Task, grade, sizes
+from sglang_beacon.lab.revisit_chain import TASKS, Chain, Grade, RevisitTask, grade, sizes
 
 BATCH = 25
 # What every policy keeps: the first tokens, and the newest ones.
@@ -67,7 +67,7 @@ def answers(model: PreTrainedModel, chains: Sequence[Chain], window: int | None)
     return grades
 
 
-def accept(model: PreTrainedModel, task: Task, count: int, window: int) -> dict[str, Any]:
+def accept(model: PreTrainedModel, task: RevisitTask, count: int, window: int) -> dict[str, Any]:
     """Shares of exact chains with everything kept, and with the facts and a window."""
     draw = random.Random(400)
     chains = [task.sample(draw) for _ in range(count)]

@@ -208,11 +208,11 @@ class VariableTracking:
         )
 
 
-Task = RevisitChain | VariableTracking
-TASKS: dict[str, type[Task]] = {task.name: task for task in (RevisitChain, VariableTracking)}
+RevisitTask = RevisitChain | VariableTracking
+TASKS: dict[str, type[RevisitTask]] = {task.name: task for task in (RevisitChain, VariableTracking)}
 
 
-def sizes(kind: type[Task]) -> dict[str, Task]:
+def sizes(kind: type[RevisitTask]) -> dict[str, RevisitTask]:
     """The sizes of a task that models are accepted and methods compared at, by name."""
     return {
         kind.name: kind(),

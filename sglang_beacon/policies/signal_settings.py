@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_beacon.config import MAX_TOKENS, ConfigError
+from sglang_beacon.core import FAVOURITES
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SignalSettings:
     significance: float = 8.0
     note_every: int = 1
     far_distance: int = 0
-    top_keys: int = 150
+    top_keys: int = FAVOURITES
     look_back: int = 200
     delimiters: tuple[int, ...] = ()
     prompt_evidence: float = 0.0

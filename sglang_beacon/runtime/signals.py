@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_beacon.core import TokenSignals
+from sglang_beacon.core import FAVOURITES, TokenSignals, favourite_count
 
 # Three signals of 4 bytes, or five, and a position of 8, per layer and KV head.
 BYTES_PER_TOKEN = 28
@@ -32,7 +32,7 @@ class Revisits(NamedTuple):
     """
 
     far: int
-    top: int = 150
+    top: int = FAVOURITES
     threshold: int = 200
     recent: int = 16
 
@@ -202,8 +202,7 @@ class Signals:
         self, weights: torch.Tensor, distance: torch.Tensor, revisits: Revisits
     ) -> torch.Tensor:
         """Whether a head's query is global: its favourite keys are far away [layers, H_kv, 1]."""
-        # A cache has to be long enough for its favourites to be a choice.
-        top = min(revisits.top, self.held // 10)
+        top = favourite_count(self.held, revisits.top)
         if top < 1:
             return torch.zeros_like(distance[..., :1], dtype=torch.bool)
         favourites = weights.topk(top, dim=-1).indices

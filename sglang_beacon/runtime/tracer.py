@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from sglang_beacon.core import CachedKeys, EvictionPlan, Observations
+from sglang_beacon.core import CachedKeys, EvictionPlan, Observations, favourite_count
 from sglang_beacon.policies.base import Policy
 from sglang_beacon.policies.recent_window import attention_weights
 
 VERSION = 1
 MOST_EVICTIONS = 48
 MOST_LAYERS = 4
-# Keys that say how far a query looks: a tenth of the cache, and no more than the paper's 150.
-MOST_KEYS = 150
 
 
 class Tracer:
@@ -142,7 +140,7 @@ def _distances(
     """How far the observed queries of each layer and head look, the farthest of them, in tokens."""
     if observations.queries is None:
         return None
-    keys = max(1, min(MOST_KEYS, len(cache.slots) // 10))
+    keys = max(1, favourite_count(len(cache.slots)))
     rows = []
     layers = attention_weights(cache, observations)
     for place, weights in zip(positions, layers, strict=True):

@@ -15,6 +15,7 @@ from sglang_beacon.lab.revisit_chain import (
     VOCABULARY,
     Chain,
     RevisitChain,
+    RevisitTask,
     VariableTracking,
     grade,
 )
@@ -28,7 +29,7 @@ def words(chain: Chain) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_chains(task: RevisitChain | VariableTracking) -> None:
+def test_chains(task: RevisitTask) -> None:
     chain = task.sample(random.Random(3))
     assert chain == task.sample(random.Random(3))
     assert chain != task.sample(random.Random(4))
@@ -67,7 +68,7 @@ def test_a_variable_has_its_newest_value() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
-def test_facts_that_are_true_answer_every_revisit(task: RevisitChain | VariableTracking) -> None:
+def test_facts_that_are_true_answer_every_revisit(task: RevisitTask) -> None:
     chain = task.sample(random.Random(1))
     keys = list(zip(chain.facts[::2], chain.until[::2], strict=True))
     assert chain.until[::2] == chain.until[1::2]
@@ -82,7 +83,7 @@ def test_facts_that_are_true_answer_every_revisit(task: RevisitChain | VariableT
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_all_but_lookups_follow_from_the_last_16_tokens(
-    task: RevisitChain | VariableTracking,
+    task: RevisitTask,
 ) -> None:
     """The same 15 words before are always followed by the same one, in all chains."""
     follows: dict[tuple[str, ...], str] = {}
@@ -111,7 +112,7 @@ def test_grades() -> None:
 
 
 @pytest.mark.parametrize("kind", SHIPPED, ids=lambda kind: kind.name)
-def test_the_shipped_model_is_fit(kind: type[RevisitChain | VariableTracking]) -> None:
+def test_the_shipped_model_is_fit(kind: type[RevisitTask]) -> None:
     """Exact with everything kept, and with the facts, the first tokens and a window."""
     model = AutoModelForCausalLM.from_pretrained(kind.checkpoint, dtype=torch.float32).eval()
     found = accept(model, kind(), 24, window=16)
