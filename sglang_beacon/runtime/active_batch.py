@@ -13,7 +13,7 @@ import torch
 
 from sglang_beacon.runtime.active_set import ActiveSet
 from sglang_beacon.runtime.ranked_read import Rows, in_order, read_ranked
-from sglang_beacon.runtime.selectors import Ranking, always_read, exact_weights, ranked
+from sglang_beacon.runtime.selectors.base import Ranking, always_read, exact_weights, ranked
 
 # Sizes of a ladder that a captured step has room for.
 SIZES = 16

@@ -13,7 +13,7 @@ import torch
 from sglang_beacon.policies.recas_settings import RecasSettings
 from sglang_beacon.runtime.mailbox import Mailbox
 from sglang_beacon.runtime.ranked_read import Rows, in_order, read_ranked
-from sglang_beacon.runtime.selectors import Query, Ranking, Selector, always_read
+from sglang_beacon.runtime.selectors.base import Query, Ranking, Selector, always_read
 
 
 class ActiveReport(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from sglang_beacon import ops
 from sglang_beacon.runtime.bounds import output_error
-from sglang_beacon.runtime.selectors import Ranking
+from sglang_beacon.runtime.selectors.base import Ranking
 
 
 class Rows(NamedTuple):

@@ -15,7 +15,7 @@ from sglang_beacon.ops import key_weights_triton, sparse_decode_triton
 from sglang_beacon.policies.recas_settings import RecasSettings
 from sglang_beacon.runtime.active_batch import ActiveBatch, Entry
 from sglang_beacon.runtime.active_set import ActiveSet
-from sglang_beacon.runtime.selectors import ExactSelector
+from sglang_beacon.runtime.selectors.exact import ExactSelector
 from tests.support.kernels import DEVICE
 
 LAYERS, KV_HEADS, GROUP, DIM, POOL = 2, 2, 2, 16, 900

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_beacon.policies.recas_settings import RecasSettings
 from sglang_beacon.runtime import selectors
-from sglang_beacon.runtime.selectors import PAGE, Query, Ranking, Selector
+from sglang_beacon.runtime.selectors.base import Query, Ranking, Selector
+from sglang_beacon.runtime.selectors.pages import PAGE
 
 KV_HEADS, GROUP, DIM = 2, 3, 16
 SETTINGS = RecasSettings(probe_interval=1, sketch_rank=8)
