@@ -115,7 +115,7 @@ class Run:
         observed = state.observed_prompt
         recent = state.after_prefill(end - begin, self.pinned, end)
         if state.memory is not None:
-            newest = torch.stack(self.queries)[:, begin - end :][:, -self.sim.config.n_recent :]
+            newest = torch.stack(self.queries)[:, begin - end :][:, -state.memory.prompt_queries :]
             positions = torch.arange(end - newest.shape[1], end)[:, None]
             rotated = rotate(newest, positions, self.sim.table)
             state.memory.after_prefill(self._cached_keys(), rotated, self.prompt_tokens, self.scale)

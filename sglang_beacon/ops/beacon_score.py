@@ -73,12 +73,19 @@ def observed_weights(
 
     Query r sees keys ``[0, visible[r])``.
     """
+    return observed_logits(keys, queries, visible, scale).softmax(-1)
+
+
+def observed_logits(
+    keys: torch.Tensor, queries: torch.Tensor, visible: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Their scaled logits, minus infinity where a query does not see."""
     num_kv_heads, num_keys, head_dim = keys.shape
     group = queries.shape[0] // num_kv_heads
     grouped = queries.float().reshape(num_kv_heads, group * queries.shape[1], head_dim)
     logits = (grouped @ keys.float().transpose(1, 2)) * scale
     hidden = torch.arange(num_keys, device=keys.device) >= visible.repeat(group)[:, None]
-    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return logits.masked_fill(hidden, -torch.inf)
 
 
 def _score(

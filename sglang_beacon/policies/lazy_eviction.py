@@ -19,7 +19,8 @@ class LazyEvictionPolicy(Policy):
     A token is active when its attention weight exceeds ``threshold``. With the time ``t - a`` since
     it last was, and its longest pause ``m`` between two such times, the score is
     ``2 sigma(-(t - a) / m) * 2 sigma(-1 / m)``; it is 0 for a token that was never active again.
-    Cost: one attention without values per token, or per ``note_every`` of them.
+    Of a prompt, the newest ``n_recent`` queries of each prefilled stretch count. Cost: one
+    attention without values per token, or per ``note_every`` of those that are generated.
 
     Reference: Zhang et al., LazyEviction, 2025 (arXiv 2506.15969). The paper tunes the threshold to
     each model; the default is this project's.

@@ -10,7 +10,7 @@ import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
 from sglang_beacon.core import BufferShape, CachedKeys, Observations
-from sglang_beacon.ops.beacon_score import observed_weights
+from sglang_beacon.ops.beacon_score import observed_logits
 from sglang_beacon.policies.base import Policy
 
 MAX_WINDOW = 1024
@@ -36,15 +36,15 @@ class RecentWindowPolicy(Policy):
         return BufferShape(0, self.options["window"])
 
     @abstractmethod
-    def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def score_layer(self, keys: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Score one layer.
 
         Parameters
         ----------
         keys : Tensor [H_kv, N, D]
             Rotated to their own positions.
-        weights : Tensor [H_kv, group, R, N] float32
-            Attention of each observed query, 0 where it does not see.
+        logits : Tensor [H_kv, group, R, N] float32
+            Of each observed query, minus infinity where it does not see.
 
         Returns
         -------
@@ -52,10 +52,8 @@ class RecentWindowPolicy(Policy):
         """
 
     def score(self, cache: CachedKeys, observations: Observations) -> torch.Tensor:
-        layers = attention_weights(cache, observations)
-        return torch.stack(
-            [self.score_layer(cache.layer(index), weights) for index, weights in enumerate(layers)]
-        )
+        layers = enumerate(attention_logits(cache, observations))
+        return torch.stack([self.score_layer(cache.layer(i), logits) for i, logits in layers])
 
 
 def require_window(size: int) -> None:
@@ -66,20 +64,26 @@ def require_window(size: int) -> None:
 
 def attention_weights(cache: CachedKeys, observations: Observations) -> Iterator[torch.Tensor]:
     """Weights [H_kv, group, R, N] float32 of the observed queries, layer by layer."""
+    return (logits.softmax(-1) for logits in attention_logits(cache, observations))
+
+
+def attention_logits(cache: CachedKeys, observations: Observations) -> Iterator[torch.Tensor]:
+    """Logits likewise, minus infinity where a query does not see."""
     queries, visible = observations.queries, observations.visible
     assert queries is not None
     assert visible is not None
     layers, kv_heads, held = cache.shape
     for index in range(layers):
-        weights = observed_weights(cache.layer(index), queries[index], visible, observations.scale)
-        yield weights.view(kv_heads, -1, len(visible), held)
+        logits = observed_logits(cache.layer(index), queries[index], visible, observations.scale)
+        yield logits.view(kv_heads, -1, len(visible), held)
 
 
 def pooled(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Smooth scores [H_kv, N] over neighbours: ``kind`` is ``"max"`` or ``"mean"``."""
-    if kind == "max":
-        pool = torch.nn.functional.max_pool1d
-        return pool(scores, kernel, stride=1, padding=kernel // 2)
-    return torch.nn.functional.avg_pool1d(
-        scores, kernel, stride=1, padding=kernel // 2, count_include_pad=False
-    )
+    """Smooth scores [H_kv, N] over neighbours: ``kind`` is ``"max"``, or ``"mean"`` with zeros."""
+    pool = torch.nn.functional.max_pool1d if kind == "max" else torch.nn.functional.avg_pool1d
+    return pool(scores, kernel, stride=1, padding=kernel // 2)
+
+
+def with_window(scores: torch.Tensor, window: int) -> torch.Tensor:
+    """Scores [H_kv, N] of all tokens, given those before the window: its own stay in any case."""
+    return torch.nn.functional.pad(scores, (0, window))

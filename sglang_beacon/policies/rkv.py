@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import torch
 
 from sglang_beacon.config import ConfigError, KVPolicyConfig
-from sglang_beacon.policies.recent_window import RecentWindowPolicy, pooled
+from sglang_beacon.policies.recent_window import RecentWindowPolicy, pooled, with_window
 
 
 class RKVPolicy(RecentWindowPolicy):
     """Keep tokens that are attended to and unlike the others.
 
-    ``mix I - (1 - mix) R``. Importance ``I`` is the attention of the window's queries, averaged
-    over them and the query heads of a group, the maximum over ``kernel`` neighbours. Redundancy
-    ``R`` is the softmax over tokens of the mean cosine similarity of their keys to all others',
-    where each token's newest neighbour above ``similar`` does not count, so that the newest of
-    many alike survives.
+    ``mix I - (1 - mix) R``. Importance ``I`` is the attention of the window's queries to the tokens
+    before it, by the largest logit of a group, averaged over the queries; then the maximum over
+    ``kernel`` neighbours. Redundancy ``R`` is the softmax over tokens of the mean cosine similarity
+    of their keys to all others', where each token's newest neighbour above ``similar`` does not
+    count, so that the newest of many alike survives.
 
     Cost: one attention of ``window`` queries and all pairs of keys per eviction.
 
@@ -38,8 +38,10 @@ class RKVPolicy(RecentWindowPolicy):
         if not 0 <= self.options["mix"] <= 1:
             raise ConfigError("mix in --kv-policy-config must lie between 0 and 1.")
 
-    def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        importance = pooled(weights.mean(dim=(1, 2)), self.options["kernel"], "max")
+    def score_layer(self, keys: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        window = logits.shape[2]
+        before = logits[..., :-window].amax(1).softmax(-1).mean(1)
+        importance = with_window(pooled(before, self.options["kernel"], "max"), window)
         mix: float = self.options["mix"]
         return mix * importance - (1 - mix) * self._redundancy(keys)
 

@@ -22,8 +22,9 @@ class ScissorhandsPolicy(RecentWindowPolicy):
 
     name: ClassVar[str] = "scissorhands"
 
-    def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        seen = (weights > 0).sum(-1, keepdim=True).clamp(min=1)
+    def score_layer(self, keys: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        weights = logits.softmax(-1)
+        seen = logits.isfinite().sum(-1, keepdim=True)
         pivotal = (weights > 1 / seen).float()
         total = weights.sum(dim=(1, 2))
         return pivotal.sum(dim=(1, 2)) + total / total.amax(-1, keepdim=True).clamp(min=1e-30) / 2

@@ -25,6 +25,8 @@ class SignalSettings:
         attention counts in any case.
     note_every : int
         Queries from one whose attention is noted to the next.
+    prompt_queries : int
+        Newest queries of each prefilled stretch of a prompt that are noted; 0: ``n_recent``.
     far_distance : int
         A query revisits what lies at least this many tokens back; 0: ``2 * n_recent``.
     top_keys, look_back : int
@@ -48,6 +50,7 @@ class SignalSettings:
     credit: float = 0.5
     significance: float = 8.0
     note_every: int = 1
+    prompt_queries: int = 0
     far_distance: int = 0
     top_keys: int = FAVOURITES
     look_back: int = 200
@@ -59,7 +62,10 @@ class SignalSettings:
         require(0 < self.decay <= 1, "decay", "lie in (0, 1]")
         for name in ("note_every", "top_keys"):
             require(0 < getattr(self, name) < MAX_TOKENS, name, "be positive")
-        for name in ("credit", "significance", "far_distance", "look_back", "prompt_evidence"):
+        for name in (
+            "credit", "significance", "prompt_queries", "far_distance", "look_back",
+            "prompt_evidence",
+        ):  # fmt: skip
             require(0 <= getattr(self, name) <= MAX_TOKENS, name, "not be negative")
         require(0 <= self.recurrence < 1, "recurrence", "lie in [0, 1)")
         require(are_counts(self.delimiters), "delimiters", "be a list of token ids")

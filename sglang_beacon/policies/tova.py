@@ -14,8 +14,8 @@ from sglang_beacon.policies.recent_window import RecentWindowPolicy
 class TOVAPolicy(RecentWindowPolicy):
     """Keep what the newest query attends to, averaged over all heads of a layer.
 
-    All heads of a layer keep the same tokens, as in the paper. Cost: one attention of one query
-    per eviction.
+    All heads of a layer, on one rank, keep the same tokens, as in the paper. Cost: one attention of
+    one query per eviction.
 
     Reference: Oren et al., Transformers are Multi-State RNNs, EMNLP 2024 (arXiv 2401.06104).
     """
@@ -27,5 +27,5 @@ class TOVAPolicy(RecentWindowPolicy):
     def observes(self) -> BufferShape:
         return BufferShape(0, 1)
 
-    def score_layer(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return weights[:, :, -1].mean(dim=(0, 1)).expand(len(keys), -1)
+    def score_layer(self, keys: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, :, -1].softmax(-1).mean(dim=(0, 1)).expand(len(keys), -1)

@@ -24,6 +24,8 @@ class Memory:
     Attributes
     ----------
     settings : SignalSettings
+    prompt_queries : int
+        Newest queries of each prefilled stretch that `after_prefill` is to be given.
     retention : Retention or None
         Under RECAS.
     signals : Signals or None
@@ -38,6 +40,7 @@ class Memory:
         self, settings: SignalSettings, recas: RecasSettings | None, config: KVPolicyConfig
     ) -> None:
         self.settings = settings
+        self.prompt_queries = settings.prompt_queries or config.n_recent
         self.retention = Retention(recas, config.budget) if recas is not None else None
         self._recas = recas
         self._config = config

@@ -202,7 +202,7 @@ class PolicyWorker:
         for stretch in self.stretches:
             rows = slice(stretch.begin, stretch.end)
             if stretch.state.memory is not None:
-                newest = query[rows][-stretch.state.config.n_recent :]
+                newest = query[rows][-stretch.state.memory.prompt_queries :]
                 self.memory.note_prompt(stretch.index, newest)
             if stretch.state.buffer is None:
                 continue

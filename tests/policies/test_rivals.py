@@ -16,6 +16,7 @@ from sglang_beacon.policies import Policy
 
 KV_HEADS, GROUP, HELD, DIM = 2, 2, 24, 8
 WINDOW = 4
+BEFORE = HELD - WINDOW
 SCALE = 0.7
 
 
@@ -67,29 +68,43 @@ def mean_weight(layer: Layer, head: int) -> list[float]:
     return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
+def largest_logits(layer: Layer, head: int) -> list[float]:
+    """Softmax over what lies before the window, by the largest logit of the group's heads."""
+    keys = layer.head_keys(head)[:BEFORE]
+    group = layer.queries[0, head * GROUP : (head + 1) * GROUP].transpose(0, 1).tolist()
+    mean = [0.0] * BEFORE
+    for queries in group:
+        weights = [math.exp(SCALE * max(naive.dot(q, key) for q in queries)) for key in keys]
+        total = math.fsum(weights)
+        mean = [m + weight / total / WINDOW for m, weight in zip(mean, weights, strict=True)]
+    return mean
+
+
 def check(policy: Policy, layer: Layer, expected: list[list[float]]) -> None:
+    """Compare the scores of the first tokens, as many as are expected."""
     for got, wanted in zip(layer.score(policy), expected, strict=True):
-        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        assert got[: len(wanted)] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 def test_snapkv() -> None:
-    """Sum over queries, mean over the group, maximum over neighbours."""
+    """Sum over queries, mean over the group, maximum over neighbours before the window."""
     layer = Layer()
     expected = [
-        [max(near) * WINDOW for near in around(mean_weight(layer, head), 5)]
+        [max(near) * WINDOW for near in around(mean_weight(layer, head)[:BEFORE], 5)]
         for head in range(KV_HEADS)
     ]
     check(create("snapkv", window=WINDOW, kernel=5), layer, expected)
 
 
 def test_rpc() -> None:
-    """Mean over queries and group, mean over neighbours."""
+    """Attention before the window, the mean over queries and heads and neighbours."""
     layer = Layer()
-    expected = [
-        [math.fsum(near) / len(near) for near in around(mean_weight(layer, head), 7)]
-        for head in range(KV_HEADS)
-    ]
-    check(create("rpc", window=WINDOW), layer, expected)
+    rows = [row for head in range(KV_HEADS) for queries in layer.weights(head) for row in queries]
+    shares = [[weight / math.fsum(row[:BEFORE]) for weight in row[:BEFORE]] for row in rows]
+    mean = [math.fsum(column) / len(rows) for column in zip(*shares, strict=True)]
+    # Beyond the first and the last there are zeros.
+    expected = [math.fsum(near) / 7 for near in around(mean, 7)]
+    check(create("rpc", window=WINDOW), layer, [expected] * KV_HEADS)
 
 
 def test_tova() -> None:
@@ -123,7 +138,7 @@ def test_rkv() -> None:
     layer.keys[5] = layer.keys[9] = layer.keys[14]
     expected = []
     for head in range(KV_HEADS):
-        importance = [max(near) for near in around(mean_weight(layer, head), 3)]
+        importance = [max(near) for near in around(largest_logits(layer, head), 3)]
         similar = naive.cosines(layer.head_keys(head))
         for i in range(HELD):
             similar[i][i] = 0.0
@@ -134,7 +149,7 @@ def test_rkv() -> None:
         means = [math.fsum(row[j] for row in similar) / HELD for j in range(HELD)]
         total = math.fsum(math.exp(value) for value in means)
         expected.append(
-            [0.3 * i - 0.7 * math.exp(m) / total for i, m in zip(importance, means, strict=True)]
+            [0.3 * i - 0.7 * math.exp(m) / total for i, m in zip(importance, means, strict=False)]
         )
     check(create("rkv", window=WINDOW, kernel=3, mix=0.3), layer, expected)
 
@@ -229,6 +244,7 @@ def test_expected_attention() -> None:
         ("rkv", {"kernel": -1}, "kernel"),
         ("h2o", {"recent_share": 1.0}, "recent_share"),
         ("h2o", {"note_every": 0}, "note_every"),
+        ("h2o", {"prompt_queries": -1}, "prompt_queries"),
         ("lazy_eviction", {"threshold": 0}, "threshold"),
         ("expected_attention", {"n_future": 0}, "n_future"),
         ("scissorhands", {"window": 5000}, "window|too small"),

@@ -21,7 +21,7 @@ from sglang_beacon.lab.random_model import VOCABULARY
 from sglang_beacon.lab.simulated_run import Simulation
 from sglang_beacon.lab.simulator import Simulator
 
-POLICIES = ("beacon", "streaming", "random")
+POLICIES = ("beacon", "h2o", "streaming", "random")
 # RECAS as it comes, and with each way to choose what a step reads; targets that are met now and
 # then, so that the budget grows in between.
 RECAS = [
