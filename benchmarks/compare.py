@@ -1,10 +1,12 @@
 """Puts runs into one table, if their contracts allow it.
 
-    python -m benchmarks.compare benchmarks/results/quality.jsonl --task revisit_chain --budget 128
+    python -m benchmarks.compare benchmarks/results/quality.jsonl --task revisit_chain \
+        --budget 128 --seed 0 --temperature 0 --any-commit
 
 Every line of the files is one run: a contract, a method, and one score per item. Differences to the
 best method have paired bootstrap intervals. Runs under different contracts are refused by name of
-the field.
+the field; with ``--any-commit`` they may be of different commits of this project, and it is said of
+which.
 """
 
 from __future__ import annotations
@@ -45,17 +47,38 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
     return list(runs.values())
 
 
-def select(runs: Iterable[Run], task: str | None, budget: int | None) -> list[Run]:
-    """The runs of a task at a budget, and the one that keeps everything."""
+def select(
+    runs: Iterable[Run],
+    task: str | None = None,
+    budget: int | None = None,
+    seed: int | None = None,
+    temperature: float | None = None,
+) -> list[Run]:
+    """The runs of a task at a budget, and the one that keeps everything; None takes any."""
     return [
         run
         for run in runs
-        if (task is None or run["contract"]["task"]["name"] == task)
+        if task in (None, run["contract"]["task"]["name"])
         and (budget is None or run["contract"]["memory_budget"] in (budget, None))
+        and seed in (None, run["contract"]["items"]["seed"])
+        and temperature in (None, run["contract"]["decoding"]["temperature"])
     ]
 
 
-def table(runs: Sequence[Run], score: str) -> str:
+def commits(runs: Iterable[Run]) -> str:
+    """Where runs come from, each commit with its methods if there are several."""
+    methods: dict[str, list[str]] = {}
+    for run in runs:
+        names = methods.setdefault(run["contract"]["commit"], [])
+        if run["method"]["name"] not in names:
+            names.append(run["method"]["name"])
+    if len(methods) == 1:
+        return f"Commit {next(iter(methods))}."
+    said = "; ".join(f"{commit} ({', '.join(names)})" for commit, names in methods.items())
+    return f"Commits {said}."
+
+
+def table(runs: Sequence[Run], score: str, any_commit: bool = False) -> str:
     """A table of one score, best first.
 
     Raises
@@ -66,7 +89,7 @@ def table(runs: Sequence[Run], score: str) -> str:
     if not runs:
         raise ContractError("no run matches")
     for run in runs:
-        require_same(runs[0]["contract"], run["contract"])
+        require_same(runs[0]["contract"], run["contract"], ("commit",) if any_commit else ())
         if score not in run["scores"]:
             known = ", ".join(run["scores"])
             raise ContractError(f"{run['method']['name']} has no score {score!r}, but {known}")
@@ -77,7 +100,7 @@ def table(runs: Sequence[Run], score: str) -> str:
         values = run["scores"][score]
         behind = paired(best, values, mean_difference)
         lines.append(f"| {run['method']['name']} | {fmean(values):.4g} | {behind} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", commits(runs)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,10 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--task")
     parser.add_argument("--budget", type=int)
+    parser.add_argument("--seed", type=int, help="that items were drawn by")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--any-commit", action="store_true", help="of this project")
     parser.add_argument("--score", default="exact")
     options = parser.parse_args(argv)
     try:
-        print(table(select(read(options.files), options.task, options.budget), options.score))
+        runs = select(
+            read(options.files), options.task, options.budget, options.seed, options.temperature
+        )
+        print(table(runs, options.score, options.any_commit))
     except (ContractError, OSError) as error:
         print(f"not comparable: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ software, decoding and seeds. `Contract` is that agreement, stored with every re
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,12 @@ class Contract:
         Most tokens a request may see.
     memory_budget
         Tokens that each request may hold; None for the run that keeps everything.
-    budget_counts
-        What counts as held: `shared_prefix` of the server.
+    cache
+        What all policies share: what counts as held, what is always kept, what an eviction leaves.
+    flags
+        Of the server, besides those of the policy.
     decoding
-        Temperature, top-p and new tokens.
+        Temperature, top-p and new tokens; where tokens are drawn, by which seed.
     hardware
         GPU, CPU and cores.
     versions
@@ -56,7 +58,8 @@ class Contract:
     dtype: str
     context: int
     memory_budget: int | None
-    budget_counts: str
+    cache: Mapping[str, Any]
+    flags: Sequence[str]
     decoding: Mapping[str, Any]
     hardware: Mapping[str, Any]
     versions: Mapping[str, Any]
@@ -97,8 +100,10 @@ def checkpoint_hash(model: Path) -> str:
     return digest.hexdigest()
 
 
-def require_same(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuse two contracts that differ in anything.
+def require_same(
+    first: Mapping[str, Any], other: Mapping[str, Any], apart_from: Collection[str] = ()
+) -> None:
+    """Refuse two contracts that differ in anything, ``apart_from`` some fields.
 
     A run that keeps everything has no memory budget and may stand beside any, as what the others
     are measured by.
@@ -108,7 +113,7 @@ def require_same(first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     ContractError
         Naming the first field that differs, or is missing.
     """
-    for field in (each.name for each in fields(Contract)):
+    for field in (each.name for each in fields(Contract) if each.name not in apart_from):
         for contract in (first, other):
             if field not in contract:
                 raise ContractError(f"a run does not say its {field}")

@@ -27,6 +27,7 @@ from benchmarks.conditions import RESULTS
 from benchmarks.contract import Contract, checkpoint_hash, machine
 from benchmarks.suites import needle, perplexity, reasoning, revisit
 from benchmarks.suites.base import Outcome, Suite, Task
+from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.revisit_chain import RevisitChain, RevisitTask, VariableTracking
 from sglang_beacon.lab.serving import Server
 
@@ -51,11 +52,10 @@ METHODS: dict[str, Method] = {
         name: Method(name)
         for name in (
             "h2o", "rpc", "rkv", "snapkv", "scissorhands", "tova", "keydiff", "lazy_eviction",
-            "expected_attention", "initial_recent", "streaming", "random",
+            "expected_attention", "initial_recent", "streaming", "random", "quest",
         )
     },
 }  # fmt: skip
-SHARED_PREFIX = "copy"
 
 
 def _chains(kind: type[RevisitTask], args: argparse.Namespace) -> Suite:
@@ -79,6 +79,13 @@ def options_of(method: Method, budget: int | None) -> dict[str, Any]:
     return {**method.options, **fixed}
 
 
+def cache_settings(shared_prefix: str) -> dict[str, Any]:
+    """What all policies of a server share."""
+    config = KVPolicyConfig(shared_prefix=shared_prefix)
+    shared = ("shared_prefix", "n_prefix", "n_recent", "keep_ratio")
+    return {name: getattr(config, name) for name in shared}
+
+
 def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outcome:
     """Run one method on one task, from an empty prefix tree."""
     server.wait_idle(timeout_s=60)
@@ -91,10 +98,10 @@ def ask(server: Server, task: Task, method: Method, budget: int | None) -> Outco
 
 def serving(suite: Suite, args: argparse.Namespace, method: Method, budget: int | None) -> Server:
     """A server whose own policy is the method."""
-    flags = ["--dtype", args.dtype, "--random-seed", "0", *suite.flags]
+    flags = ["--dtype", args.dtype, "--random-seed", str(args.seed), *suite.flags]
     flags += ["--kv-policy", method.policy]
     if budget is not None:
-        config = {"shared_prefix": SHARED_PREFIX, **options_of(method, budget)}
+        config = {**cache_settings(args.shared_prefix), **options_of(method, budget)}
         flags += ["--kv-budget", str(budget), "--kv-policy-config", json.dumps(config)]
     return Server(*flags, model=suite.model, threads=args.threads)
 
@@ -121,7 +128,8 @@ def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:
                     items=task.items,
                     context=task.context,
                     memory_budget=budget,
-                    budget_counts=SHARED_PREFIX,
+                    cache=cache_settings(args.shared_prefix),
+                    flags=list(suite.flags),
                     decoding=task.decoding,
                     **same,
                 )
@@ -189,6 +197,10 @@ def main() -> None:
     parser.add_argument(
         "--dtype", help="float32; what the checkpoint says, for the suite reasoning"
     )
+    parser.add_argument(
+        "--shared-prefix", choices=("copy", "auto"), default="copy",
+        help="whether the budget counts every token, or a shared prompt at the request's share",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.jsonl")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.bootstrap import mean_difference, mean_ratio, paired
-from benchmarks.compare import read
+from benchmarks.compare import commits, read
 from benchmarks.conditions import RESULTS
 from benchmarks.contract import require_same
 
@@ -26,19 +26,18 @@ Run = Mapping[str, Any]
 
 
 def question(run: Run) -> str:
-    """What was asked, of how many, and how it was to be answered: a table has one of them."""
-    return json.dumps([run["contract"][field] for field in ("task", "items", "decoding")])
+    """What was asked, of how many, how it was to be answered and held: a table has one of them."""
+    return json.dumps([run["contract"][field] for field in ("task", "items", "decoding", "cache")])
 
 
 def cells(runs: Sequence[Run], like: Run) -> dict[tuple[str, int | None], Run]:
     """Runs of one question by method and budget, once their contracts allow one table."""
     asked = question(like)
-    mine = [run for run in runs if question(run) == asked]
     found: dict[tuple[str, int | None], Run] = {}
-    for run in mine:
-        contract = {**run["contract"], "commit": None, "memory_budget": None}
-        require_same({**mine[0]["contract"], "commit": None, "memory_budget": None}, contract)
-        found[run["method"]["name"], run["contract"]["memory_budget"]] = run
+    for run in runs:
+        if question(run) == asked:
+            require_same(like["contract"], run["contract"], ("commit", "memory_budget"))
+            found[run["method"]["name"], run["contract"]["memory_budget"]] = run
     return found
 
 
@@ -66,17 +65,18 @@ def grid(
             return ""
         return show(*(fmean(run["scores"][score]) for score in scores))
 
+    names = bounded(found)
+    common = [b for b in budgets if all((name, b) in found for name in names)] or budgets
+
     def rank(name: str) -> float:
-        values = [
-            fmean(found[name, b]["scores"][scores[-1]]) for b in budgets if (name, b) in found
-        ]
-        return -fmean(values)
+        known = [found[name, b] for b in common if (name, b) in found]
+        return -fmean(fmean(run["scores"][scores[-1]]) for run in known)
 
     lines = header("method", budgets)
     if ("none", None) in found:
         everything = cell(found["none", None])
         lines.append("| everything kept | " + " | ".join([everything] * len(budgets)) + " |")
-    for name in sorted(bounded(found), key=rank):
+    for name in sorted(names, key=rank):
         title = f"**{name}**" if name in OURS else name
         row = [cell(found.get((name, budget))) for budget in budgets]
         lines.append(f"| {title} | " + " | ".join(row) + " |")
@@ -109,6 +109,8 @@ def title(contract: Mapping[str, Any]) -> str:
         words.append(f"seed {seed}")
     if contract["decoding"]["temperature"]:
         words.append("sampled")
+    if contract["cache"]["shared_prefix"] != "copy":
+        words.append(f"prefix {contract['cache']['shared_prefix']}")
     return ", ".join(words)
 
 
@@ -121,12 +123,14 @@ def quality(runs: Sequence[Run]) -> list[str]:
             continue
         task = contract["task"]
         shape = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
+        whole = contract["cache"]["shared_prefix"] == "copy"
+        counted = "all of them" if whole else "a prompt in the prefix tree at the request's share"
         lines += [
             f"### {title(contract)}",
             "",
             f"{shape}. {contract['items']['count']} items, seed {contract['items']['seed']}, "
             f"temperature {contract['decoding']['temperature']}; a request sees "
-            f"{contract['context']} tokens, and the budget counts all of them.",
+            f"{contract['context']} tokens, and the budget counts {counted}.",
             "",
         ]
         if "steps" in first["scores"]:
@@ -142,8 +146,10 @@ def quality(runs: Sequence[Run]) -> list[str]:
                 if any(name == ours for name, _ in found):
                     lines += [*against(found, ours, "likelihood", ratio=False), ""]
         else:
-            lines += grid(found, ("exact",), "{:.0%}".format)
-        lines += ["", *behaviour(found), ""]
+            main = next(iter(first["scores"]))
+            lines += [*grid(found, (main,), "{:.0%}".format), "", "Paired differences:", ""]
+            lines += against(found, "beacon", main, ratio=False)
+        lines += ["", *behaviour(found), commits(found.values()), ""]
     return lines
 
 

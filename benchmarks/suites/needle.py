@@ -66,6 +66,9 @@ class NeedleTask(Task):
             "generated": self.generated,
             "depths": list(DEPTHS),
             "needle": NEEDLE,
+            "question": QUESTION,
+            "cities": list(CITIES),
+            "prompt": self.prompt if self.generated else self.length,
             "source": REQUIREMENT,
         }
 

@@ -45,10 +45,12 @@ class ChainTask(Task):
 
     @property
     def decoding(self) -> Mapping[str, Any]:
+        drawn = {"seed": self.seed} if self.temperature else {}
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "new_tokens": len(self._chains[0].answer),
+            **drawn,
         }
 
     def run(self, server: Server, custom_params: Mapping[str, Any]) -> Outcome:

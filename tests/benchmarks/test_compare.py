@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, results_page
 from benchmarks.bootstrap import mean_difference, mean_ratio, paired
 from benchmarks.contract import Contract, ContractError, checkpoint_hash, require_same
 
@@ -22,7 +22,8 @@ CONTRACT = Contract(
     dtype="float32",
     context=576,
     memory_budget=128,
-    budget_counts="copy",
+    cache={"shared_prefix": "copy", "n_recent": 16},
+    flags=["--max-total-tokens", "80000"],
     decoding={"temperature": 0.0, "top_p": 1.0, "new_tokens": 537},
     hardware={"gpu": None, "cpu": "some", "cores": 2},
     versions={"python": "3.11.7", "torch": "2.14.1"},
@@ -36,7 +37,8 @@ CHANGES: dict[str, Any] = {
     "dtype": "bfloat16",
     "context": 1400,
     "memory_budget": 96,
-    "budget_counts": "auto",
+    "cache": {**CONTRACT["cache"], "n_recent": 4},
+    "flags": [],
     "decoding": {**CONTRACT["decoding"], "temperature": 0.6},
     "hardware": {**CONTRACT["hardware"], "gpu": "one"},
     "versions": {**CONTRACT["versions"], "torch": "2.13.0"},
@@ -123,22 +125,60 @@ def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Best first; a later run of the same cell counts; other tasks and budgets are left out."""
+    """Best first; a later run of the same cell counts; what else the file has is left out."""
     other = {**CONTRACT["task"], "name": "other"}
     path = write(
         tmp_path / "runs.jsonl",
         run("h2o", [1, 1, 1]),
         run("none", [1, 1, 1], memory_budget=None),
         run("h2o", [0, 0, 0]),
+        run("random", [1, 1, 1], items={"count": 3, "seed": 1}),
+        run("random", [1, 1, 1], decoding={**CONTRACT["decoding"], "temperature": 0.6}),
         run("beacon", [1, 0, 1]),
         run("beacon", [0, 0, 0], memory_budget=96),
         run("beacon", [0, 0, 0], task=other),
     )
-    assert compare.main([str(path), "--task", "revisit_chain", "--budget", "128"]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
+    chosen = ["--task", "revisit_chain", "--budget", "128", "--seed", "0", "--temperature", "0"]
+    assert compare.main([str(path), *chosen]) == 0
+    *rows, _, commits = capsys.readouterr().out.splitlines()[2:]
+    assert commits == "Commit 1234567."
     assert [row.split(" | ")[0] for row in rows] == ["| none", "| beacon", "| h2o"]
     assert "| 0.6667 |" in rows[1]
     assert rows[2].endswith("| 0 | 1 [1, 1] |")
+
+
+def test_rows_of_other_commits_are_let_in_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = run("h2o", [0, 1, 0], commit="7654321")
+    path = str(write(tmp_path / "runs.jsonl", run("beacon", [1, 1, 0]), later))
+    assert compare.main([path]) == 1
+    assert "commit differs" in capsys.readouterr().err
+    assert compare.main([path, "--any-commit"]) == 0
+    assert capsys.readouterr().out.endswith("\nCommits 1234567 (beacon); 7654321 (h2o).\n")
+
+
+def test_a_page_shows_each_suite_by_its_main_score() -> None:
+    """Best first by the budgets that all methods have; differences are paired."""
+    runs = [
+        run(name, [])
+        | {
+            "contract": {**CONTRACT, "memory_budget": budget},
+            "scores": {"accuracy": scores},
+            "behaviour": {},
+        }
+        for name, budget, scores in (
+            ("h2o", 128, [0.5, 0.5, 0.0]),
+            ("h2o", 96, [0.0, 0.0, 0.0]),
+            ("beacon", 128, [0.5, 0.25, 0.0]),
+        )
+    ]
+    page = results_page.quality(runs)
+    assert [line for line in page if line.startswith(("| h2o", "| **"))] == [
+        "| h2o | 33% | 0% |",
+        "| **beacon** | 25% |  |",
+        "| h2o | -0.0833 [-0.25, 0] |",
+    ]
 
 
 def test_intervals_are_paired() -> None:
