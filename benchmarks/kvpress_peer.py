@@ -37,6 +37,8 @@ def main(job: dict) -> None:
         )
         press = decoding(model)
     tokens = torch.tensor(job["prompts"])
+    with torch.no_grad():
+        model.generate(tokens[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
     begin = time.perf_counter()
     with press, torch.no_grad():
         said = model.generate(

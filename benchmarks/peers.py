@@ -28,8 +28,9 @@ from sglang_beacon.lab.demo_model import ensure
 from sglang_beacon.lab.random_model import random_prompt
 from sglang_beacon.lab.serving import Server
 
-# Ours at their defaults; kvpress compresses once more queries than its window have come.
+# kvpress compresses once more queries than its window have come since.
 KEEP_RATIO, WINDOW = 7 / 8, 16
+OPTIONS = {"snapkv": {"window": WINDOW}}
 
 
 def kvpress(python: str, job: dict[str, Any]) -> dict[str, float]:
@@ -74,6 +75,7 @@ def ours(policy: str, job: dict[str, Any]) -> dict[str, float]:
     flags = (
         "--dtype", "float32", "--max-total-tokens", str(slots), "--kv-policy", policy,
         "--kv-budget", str(job["budget"]),
+        "--kv-policy-config", json.dumps({"keep_ratio": KEEP_RATIO, **OPTIONS.get(policy, {})}),
     )  # fmt: skip
     with Server(*flags, model=Path(job["model"]), threads=job["threads"]) as server:
         server.generate(prompts[0], 4)

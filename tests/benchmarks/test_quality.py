@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import compare, quality, results_page
 from benchmarks.suites.reasoning import beside_published
+from sglang_beacon.lab import demo_model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -52,6 +54,34 @@ def test_revisit_chain(
     assert "| everything kept | 100% / 72.0 |" in page
     assert "| **beacon** |" in page
     assert (tmp_path / "revisit_chain.png").exists()
+
+
+@pytest.mark.skipif(shutil.which("sgl-eval") is None, reason="needs sgl-eval")
+def test_reasoning_benchmarks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every step but the download: two questions from a file, one server per method."""
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "quality.jsonl"
+    questions.write_text(
+        "".join(
+            json.dumps({"problem": f"What is {n} + 1?", "expected_answer": str(n + 1)}) + "\n"
+            for n in (1, 2)
+        )
+    )
+    run(
+        monkeypatch,
+        "--suite", "reasoning", "--model", str(demo_model.ensure()), "--math500", str(questions),
+        "--tasks", "math500", "--items", "2", "--new-tokens", "150", "--budgets", "64",
+        "--methods", "none", "beacon", "--threads", "1", "--out", str(out),
+    )  # fmt: skip
+    whole, beacon = (json.loads(line) for line in out.read_text().splitlines())
+    for record in (whole, beacon):
+        assert len(record["scores"]["accuracy"]) == 2
+        assert all(0 <= each <= 1 for each in record["scores"]["accuracy"])
+        assert record["contract"]["decoding"]["top_p"] == 0.95
+    assert whole["behaviour"]["evictions"] == 0
+    assert beacon["behaviour"]["evictions"] > 1
+    assert "published" in capsys.readouterr().out
 
 
 def test_published_numbers_stand_beside_ours() -> None:

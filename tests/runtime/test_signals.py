@@ -108,6 +108,30 @@ def test_local_attention_is_no_evidence() -> None:
     assert signals.history[0, 0, 20] == pytest.approx(1.2)
 
 
+def test_pauses_between_active_times() -> None:
+    """The longest, of what is left after an eviction; a token begins as active."""
+    signals = Signals(1, 1, capacity=16, recurrence=0.1)
+    active = {1: (0,), 2: (0, 2), 3: (), 7: (1,), 8: (0, 1), 9: (2,)}
+    signals.extend(0, 1)
+    for position in range(1, 10):
+        signals.extend(position, position + 1)
+        weights = torch.full((1, 1, signals.held), 0.05)
+        weights[..., list(active.get(position, ()))] = 0.2
+        signals.note(weights, position, 1.0, Revisits(far=32))
+    seen = signals.view()
+    assert seen.activated is not None
+    assert seen.interval is not None
+    assert seen.activated[0, 0].tolist() == [8, 8, 9, *range(3, 10)]
+    assert seen.interval[0, 0].tolist() == [6, 6, 7, *[0] * 7]
+    signals.keep(0, torch.tensor([[[0, 2, 9]]]))
+    after = signals.view()
+    assert after.activated is not None
+    assert after.interval is not None
+    assert (after.activated.flatten().tolist(), after.interval.flatten().tolist()) == (
+        [8, 9, 9], [6, 7, 0]
+    )  # fmt: skip
+
+
 def test_a_head_that_looks_back_revisits_what_is_nearer() -> None:
     """Its favourites are far away on average, so all but the newest tokens count."""
     signals = Signals(1, 2, capacity=300)

@@ -82,10 +82,16 @@ def chunked(server: Server) -> list[Reply]:
 
 def retracted(server: Server) -> list[Reply]:
     """Memory is taken away twice; all is said, and whoever is bounded holds no more than before."""
+    since = len(server.steps())
     thread, replies = begun(server, jobs(40, 150))
     for _ in range(2):
-        time.sleep(1.5)
+        while not all_decode(steps := server.steps(since)):
+            assert thread.is_alive()
+            time.sleep(0.2)
+        since += len(steps)
         server.retract_all()
+        taken = [step for step in server.steps(since) if step["mode"] == "RETRACT"]
+        assert len(taken) == len(POLICY_NAMES)
     thread.join(300)
     bounded(replies)
     return replies
@@ -99,6 +105,13 @@ def aborted(server: Server) -> list[Reply]:
         thread.join(0.2)
     assert all(len(reply["tokens"]) < 550 for reply in replies)
     return []
+
+
+def all_decode(steps: list[dict[str, Any]]) -> bool:
+    """Whether some step decoded a token of every policy's request."""
+    return any(
+        step["mode"] == "DECODE" and len(step["reqs"]) == len(POLICY_NAMES) for step in steps
+    )
 
 
 def bounded(replies: list[Reply]) -> None:
