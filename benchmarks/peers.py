@@ -119,7 +119,8 @@ def main() -> None:
         rounds.append(row)
         print(row, flush=True)
     setup = {key: value for key, value in vars(args).items() if key != "kvpress_python"}
-    store("peers", {"study": "kvpress", **setup, "rounds": rounds, "median": summarize(rounds)})
+    setup |= {"model": model.name, "rounds": rounds, "median": summarize(rounds)}
+    store("peers", {"study": "kvpress", **setup})
 
 
 if __name__ == "__main__":

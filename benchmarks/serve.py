@@ -113,14 +113,20 @@ def methods(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> None:
-    """`sglang.bench_serving` against everything on and room for all, a small pool, and policies.
+    """`sglang.bench_serving` against FullKV with everything on and with much off, and policies.
 
-    All requests come at once, as many tokens in total as three small pools hold.
+    All requests come at once, as many tokens in total as three small pools hold. Two servers have
+    room for all of them: one as in production, one without radix cache and overlap scheduling, as
+    others need it to evict.
     """
     requests, asked, said, slots, budget = 16, 64, 500, 3000, 256
     small = ["--max-total-tokens", str(slots)]
+    large = ["--max-total-tokens", str(requests * (asked + said) + 1000)]
     servers = {
-        "none, room for all": ["--max-total-tokens", str(requests * (asked + said) + 1000)],
+        "none, room for all": large,
+        "none, room for all, radix cache and overlap off": [
+            *large, "--disable-radix-cache", "--disable-overlap-schedule",
+        ],
         "none": small,
         **{
             policy: [*small, "--kv-policy", policy, "--kv-budget", str(budget), *flags]
@@ -132,7 +138,7 @@ def load(args: argparse.Namespace) -> None:
                 ("h2o", []),
             )
         },
-    }
+    }  # fmt: skip
 
     def measure(server: Server, seed: int) -> Row:
         with tempfile.TemporaryDirectory() as directory, Watch(server) as watch:

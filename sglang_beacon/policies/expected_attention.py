@@ -22,8 +22,8 @@ class ExpectedAttentionPolicy(Policy):
     value. Cost: the logits of ``window`` queries per eviction.
 
     Reference: Devoto et al., Expected Attention, 2025 (arXiv 2510.00636): 512 positions, of the
-    newest 128 queries while decoding. The first tokens' share in the statistics is not cut out,
-    since they are not in the window.
+    newest 128 queries while decoding. Its prefill form leaves the first four queries out of the
+    statistics; while decoding, as here, none is left out.
     """
 
     name: ClassVar[str] = "expected_attention"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare, results_page
+from benchmarks import compare, quality_tables
 from benchmarks.bootstrap import mean_difference, mean_ratio, paired
 from benchmarks.contract import Contract, ContractError, checkpoint_hash, require_same
 
@@ -173,7 +173,7 @@ def test_a_page_shows_each_suite_by_its_main_score() -> None:
             ("beacon", 128, [0.5, 0.25, 0.0]),
         )
     ]
-    page = results_page.quality(runs)
+    page = quality_tables.quality(runs)
     assert [line for line in page if line.startswith(("| h2o", "| **"))] == [
         "| h2o | 33% | 0% |",
         "| **beacon** | 25% |  |",
