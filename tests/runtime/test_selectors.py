@@ -82,6 +82,26 @@ def test_exact_ranks_by_the_largest_weight_of_the_group() -> None:
         assert (chosen[:-1] >= chosen[1:] - 1e-9).all()
 
 
+def test_pages_come_in_the_order_that_quest_gives_them() -> None:
+    """By the sum over dimensions of max(q * smallest, q * largest), the largest of the group."""
+    query = make_query(100, 4)
+    order = create("pages").rank(query, SIZES).order
+    grouped = query.queries.view(KV_HEADS, GROUP, DIM).tolist()
+    for head in range(KV_HEADS):
+        columns = [page.T.tolist() for page in query.k_pool[query.slots][:, head].split(PAGE)]
+        bounds = [
+            max(
+                sum(max(x * min(c), x * max(c)) for x, c in zip(q, page, strict=True))
+                for q in grouped[head]
+            )
+            for page in columns
+        ]
+        pages = list(dict.fromkeys(token // PAGE for token in order[head].tolist()))
+        # What is read in any case comes first: sinks and the newest.
+        assert set(pages[:2]) == {0, 6}
+        assert pages[2:] == sorted(pages[2:], key=lambda page: -bounds[page])
+
+
 def test_pages_take_new_tokens_in_and_forget_rewritten_ones() -> None:
     """Bounds kept from step to step are those that a fresh look gives."""
     selector, fresh = create("pages"), create("pages")
