@@ -2,9 +2,9 @@
 
 A thousand traces of 4K to 32K tokens (`sglang_beacon.lab.reasoning_trace`), one layer and head
 each, run by the server's own planner, policies and memory; eight at a time have one length, so that
-they can be run as the layers of one request. No method sees which tokens are the premises. What
-each keeps is the same share of the trace. They go into a file that is kept with the results, so a
-run that was ended goes on where it stopped::
+they can be run as the layers of one request. No method sees which tokens are the premises, and
+only ``clairvoyant`` the queries to come. What each keeps is the same share of the trace. Outcomes go
+into a file that is kept with the results, so a run that was ended goes on where it stopped::
 
     python -m benchmarks.recas_mechanism                    # 1,000 traces, hours
     python -m benchmarks.recas_mechanism --quick            # 32 short ones, a minute
@@ -30,7 +30,7 @@ from benchmarks.conditions import RESULTS, conditions
 from sglang_beacon import ops
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.reasoning_trace import DIM, TraceConfig, reasoning_trace
-from sglang_beacon.lab.trace_run import FullAttention, Outcome, TraceRun
+from sglang_beacon.lab.trace_run import ClairvoyantRun, FullAttention, Outcome, TraceRun
 
 # Traces of one length.
 GROUP = 8
@@ -46,6 +46,7 @@ SIGNALS: dict[str, Any] = {"note_every": 4}
 STRIDE = 64
 UNBOUNDED: dict[str, Any] = {**SIGNALS, "epsilon": 1e6, "selector": "none"}
 BOUNDED: dict[str, Any] = {**SIGNALS, "epsilon": 0.02, "selector": "exact", "ladder": LADDER}
+CLAIRVOYANT = "clairvoyant"
 # Policy, options, and sinks that are never evicted.
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
     "full": ("none", {}, 4),
@@ -58,6 +59,8 @@ METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
     "RECAS": ("recas", BOUNDED, 4),
     "RECAS without evidence": ("recas", {**BOUNDED, "evidence_weight": 0.0}, 4),
     "BeaconKV + RECAS": ("beacon+recas", BOUNDED, 4),
+    # Evicts when the policy does, but by what will be looked at: what memory of this size can do.
+    CLAIRVOYANT: ("streaming", {}, 4),
 }
 
 
@@ -83,7 +86,8 @@ def run_group(config: TraceConfig, task: tuple[list[int], list[str]]) -> list[di
         {"seed": seed, "tokens": length, "outcomes": {}} for seed in seeds
     ]
     for method in methods:
-        outcomes = TraceRun(full, config_of(method, length), STRIDE).outcomes()
+        run = ClairvoyantRun if method == CLAIRVOYANT else TraceRun
+        outcomes = run(full, config_of(method, length), STRIDE).outcomes()
         for record, outcome in zip(records, outcomes, strict=True):
             record["outcomes"][method] = [float(f"{figure:.7g}") for figure in outcome]
     return records
@@ -191,7 +195,7 @@ def draw(table: dict[str, dict[str, float]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    markers = "osD^vP*Xh<"
+    markers = "osD^vP*Xh<>"
     for marker, (method, row) in zip(markers, table.items(), strict=True):
         if method == "full":
             continue

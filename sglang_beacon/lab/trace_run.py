@@ -23,6 +23,8 @@ from sglang_beacon.runtime.request import RequestState
 
 # One token of a premise may say nearly all that a query wants of it.
 RECALLED = 0.95
+# Queries whose weights are added up together.
+BLOCK = 64
 # A trace has no words.
 _NO_DELIMITER = torch.tensor(0)
 
@@ -72,6 +74,21 @@ class FullAttention:
         # By step, as a step takes them.
         self.queries = torch.stack([trace.queries for trace in traces], dim=1)
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._later: list[torch.Tensor] = []
+
+    def later(self, position: int) -> torch.Tensor:
+        """Weights [traces, N] of all queries past a position, added up; whole blocks of queries."""
+        if not self._later:
+            total = torch.zeros(self.keys.shape[:2])
+            for begin in range(self.prompt, self.length, BLOCK)[::-1]:
+                end = min(begin + BLOCK, self.length)
+                queries = self.queries[begin - self.prompt : end - self.prompt].transpose(0, 1)
+                logits = queries @ self.keys[:, :end].transpose(1, 2)
+                unborn = torch.arange(end) > torch.arange(begin, end)[:, None]
+                total[:, :end] += logits.masked_fill_(unborn, -torch.inf).softmax(2).sum(1)
+                self._later.insert(0, total.clone())
+            self._later.append(torch.zeros_like(total))
+        return self._later[-(-(position + 1 - self.prompt) // BLOCK)]
 
     def at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [traces, position + 1] and outputs [traces, DIM] of a generated token."""
@@ -187,9 +204,11 @@ class TraceRun:
         assert self.policy is not None
         buffer, memory = self.state.buffer, self.memory
         keep = choose(self.policy, self.cache, self.rope, 1.0, plan, phase, buffer, memory, probe)
-        if keep is None:
-            return
-        kept = keep[:, 0]
+        if keep is not None:
+            self._keep(keep[:, 0])
+
+    def _keep(self, kept: torch.Tensor) -> None:
+        """Move what stays, indices [traces, kept] of what is held, to the front."""
         self.held = kept.shape[1]
         self.positions[:, : self.held] = self.positions.gather(1, kept)
         for pool in (self.keys, self.values):
@@ -229,3 +248,12 @@ class TraceRun:
         error = (outputs - expected).norm(dim=-1) / expected.norm(dim=-1)
         cosine = torch.nn.functional.cosine_similarity(outputs, expected)
         self.seen.append(torch.stack((mass, read / (position + 1), error, cosine), dim=-1))
+
+
+class ClairvoyantRun(TraceRun):
+    """Keeps what queries to come will look at the most: about the best that memory can do."""
+
+    def _choose(self, plan: EvictionPlan, phase: ObservationPhase, probe: bool) -> None:
+        newest = int(self.positions[0, self.held - 1])
+        wanted = self.full.later(newest).gather(1, self.positions[:, : self.held])
+        self._keep(wanted.topk(plan.held_after, dim=1).indices.sort(1).values)

@@ -15,10 +15,10 @@ def test_quick_study() -> None:
     )
     lines = result.stdout.splitlines()
     assert "seeds 0 to 31" in lines[0]
-    rows = {line[:24].strip(): [shares(cell) for cell in line[24:].split()] for line in lines[2:12]}
+    rows = {line[:24].strip(): [shares(cell) for cell in line[24:].split()] for line in lines[2:13]}
     columns = ("removed", "mass", "recall", "skipped", "error", "cosine")
     table = {method: dict(zip(columns, row, strict=True)) for method, row in rows.items()}
-    assert len(table) == 10
+    assert len(table) == 11
     recas = table["RECAS"]
     assert table["full"]["recall"] == 1
     assert table["full"]["error"] == 0
@@ -27,8 +27,10 @@ def test_quick_study() -> None:
     assert recas["recall"] > table["SnapKV"]["recall"] + 0.3
     assert recas["mass"] > 0.986
     assert recas["skipped"] > 0.707
+    others = [row["mass"] for method, row in table.items() if method not in ("full", "clairvoyant")]
+    assert table["clairvoyant"]["mass"] > max(others)
     assert recas["error"] < 0.014
-    assert lines[12].startswith("decode attention of a layer, RECAS:")
+    assert lines[13].startswith("decode attention of a layer, RECAS:")
 
 
 def shares(cell: str) -> float:
