@@ -3,7 +3,7 @@
 A thousand traces of 4K to 32K tokens (`sglang_beacon.lab.reasoning_trace`), one layer and head
 each, run by the server's own planner, policies and memory; eight at a time have one length, so that
 they can be run as the layers of one request. No method sees which tokens are the premises, and
-only ``clairvoyant`` the queries to come. What each keeps is the same share of the trace. Outcomes go
+only ``clairvoyant`` the queries to come. What each keeps is the same share of a trace. Outcomes go
 into a file that is kept with the results, so a run that was ended goes on where it stopped::
 
     python -m benchmarks.recas_mechanism                    # 1,000 traces, hours
