@@ -204,6 +204,8 @@ def draw(table: dict[str, dict[str, float]], path: Path) -> None:
             edgecolors="black", linewidths=0.6,
         )  # fmt: skip
     axes.set_xscale("log")
+    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    axes.minorticks_off()
     axes.set_xlabel("relative error of the attention output, median of traces (%)")
     axes.set_ylabel("premises still there when needed (%)")
     axes.set_ylim(-4, 104)
