@@ -38,11 +38,11 @@ def bounded(found: Mapping[tuple[str, int | None], Run]) -> list[str]:
     return list(dict.fromkeys(name for name, budget in found if budget))
 
 
-def header(first: str, budgets: Sequence[int]) -> list[str]:
-    """The head of a table with a column for each budget."""
+def header(first: str, columns: Sequence[object]) -> list[str]:
+    """The head of a table with a column for each budget, or server."""
     return [
-        f"| {first} | " + " | ".join(map(str, budgets)) + " |",
-        "|---" * (1 + len(budgets)) + "|",
+        f"| {first} | " + " | ".join(map(str, columns)) + " |",
+        "|---" * (1 + len(columns)) + "|",
     ]
 
 

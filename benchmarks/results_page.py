@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.bootstrap import mean_difference, paired
 from benchmarks.compare import read
 from benchmarks.conditions import RESULTS
-from benchmarks.quality_tables import cells, draw, quality
+from benchmarks.quality_tables import cells, draw, header, quality
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 
@@ -71,25 +71,26 @@ def serving(lines: Iterable[Mapping[str, Any]]) -> list[str]:
         about = ("batch", "requests", "asked", "said", "generated", "new_tokens", "seen")
         setup = [f"{key} {record[key]}" for key in (*about, "budget", "slots") if key in record]
         rounds, where = record["rounds"], record["conditions"]
-        rounds = rounds if isinstance(rounds, int) else len(rounds)
-        medians = record["median"]
-        # Ratios stand beside the servers they compare.
-        names = next(iter(medians.values()))
-        servers = [name for name in names if "/" not in name and "_over_" not in name]
+        # Medians have ratios of servers as well.
+        servers = list(rounds[0])
         page += [
             f"### {study}",
             "",
-            f"{', '.join(setup)}; {record['model']}, {record['threads']} threads, {rounds} rounds, "
-            f"{where['gpu'] or where['cpu']}, commit {where['commit']}.",
+            f"{', '.join(setup)}; {record['model']}, {record['threads']} threads, "
+            f"{len(rounds)} rounds, {where['gpu'] or where['cpu']}, commit {where['commit']}.",
             "",
-            "| | " + " | ".join(servers) + " |",
-            "|---" * (1 + len(servers)) + "|",
+            *header("median", servers),
         ]
-        for figure, row in medians.items():
+        for figure, row in record["median"].items():
             values = [f"{row[name]:.4g}" for name in servers]
             page.append(f"| {figure} | " + " | ".join(values) + " |")
         page.append("")
     return page
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """What is stored, a line each."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main() -> None:
@@ -121,14 +122,14 @@ def main() -> None:
         lines += quality(runs)
     if (stored := RESULTS / "ablations.jsonl").exists():
         lines += ["## BeaconKV's parts", "", "`python -m benchmarks.ablations`.", ""]
-        lines += ablations(json.loads(line) for line in stored.read_text().splitlines())
+        lines += ablations(records(stored))
     if (stored := RESULTS / "recas_mechanism.json").exists():
         lines += ["## RECAS's mechanism", "", "`python -m benchmarks.recas_mechanism`.", ""]
         lines += mechanism(json.loads(stored.read_text()))
     for title, command in (("Serving", "serve STUDY"), ("Peers", "peers")):
         if (stored := RESULTS / f"{command.split()[0]}.jsonl").exists():
             lines += ["", f"## {title}", "", f"`python -m benchmarks.{command}`, medians.", ""]
-            lines += serving(json.loads(line) for line in stored.read_text().splitlines())
+            lines += serving(records(stored))
     PAGE.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
