@@ -56,6 +56,24 @@ def test_revisit_chain(
     assert (tmp_path / "revisit_chain.png").exists()
 
 
+def test_texts_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Needles and perplexity: what is forced is said, and measured under eviction."""
+    out = tmp_path / "quality.jsonl"
+    same = ["--items", "1", "--threads", "1", "--out", str(out)]
+    methods = ["--budgets", "96", "--methods", "none", "streaming"]
+    run(monkeypatch, "--suite", "needle", "--tasks", "needle_prompt_512", *methods, *same)
+    run(monkeypatch, "--suite", "perplexity", *methods, *same)
+    needle, lost, text, worse = (json.loads(line) for line in out.read_text().splitlines())
+    assert len(needle["scores"]["exact"]) == len(needle["contract"]["task"]["depths"])
+    assert needle["behaviour"]["evictions"] == 0
+    # A window of 96 tokens has nothing of the prompt's first half.
+    assert lost["scores"]["exact"][:3] == [0.0, 0.0, 0.0]
+    assert sum(needle["scores"]["exact"]) > sum(lost["scores"]["exact"])
+    assert lost["behaviour"]["held_at_end"] <= 97
+    assert text["behaviour"]["logical_tokens"] == 640
+    assert -4 < worse["scores"]["likelihood"][0] < text["scores"]["likelihood"][0] < -2
+
+
 @pytest.mark.skipif(shutil.which("sgl-eval") is None, reason="needs sgl-eval")
 def test_reasoning_benchmarks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
