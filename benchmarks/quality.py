@@ -31,6 +31,7 @@ from benchmarks.suites.base import Outcome, Suite, Task
 from sglang_beacon.config import KVPolicyConfig
 from sglang_beacon.lab.revisit_chain import RevisitChain, RevisitTask, VariableTracking
 from sglang_beacon.lab.serving import Server
+from sglang_beacon.policies import POLICIES
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,18 @@ def options_of(method: Method, budget: int | None) -> dict[str, Any]:
     return {**method.options, **fixed}
 
 
-def cache_settings(shared_prefix: str) -> dict[str, Any]:
+def observing(method: Method, n_recent: int) -> Method:
+    """A method that has as many more beacons as its recent queries are fewer than by default."""
+    fewer = KVPolicyConfig().n_recent - n_recent
+    beacons = POLICIES[method.policy].defaults.get("n_beacon") if method.policy in POLICIES else None
+    if beacons is None or fewer == 0:
+        return method
+    return replace(method, options={**method.options, "n_beacon": beacons + fewer})
+
+
+def cache_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What all policies of a server share."""
-    config = KVPolicyConfig(shared_prefix=shared_prefix)
+    config = KVPolicyConfig(shared_prefix=args.shared_prefix, n_recent=args.n_recent)
     shared = ("shared_prefix", "n_prefix", "n_recent", "keep_ratio")
     return {name: getattr(config, name) for name in shared}
 
@@ -103,7 +113,7 @@ def serving(suite: Suite, args: argparse.Namespace, method: Method, budget: int 
     flags = ["--dtype", args.dtype, "--random-seed", str(args.seed), *suite.flags]
     flags += ["--kv-policy", method.policy]
     if budget is not None:
-        config = {**cache_settings(args.shared_prefix), **options_of(method, budget)}
+        config = {**cache_settings(args), **options_of(method, budget)}
         flags += ["--kv-budget", str(budget), "--kv-policy-config", json.dumps(config)]
     return Server(*flags, model=suite.model, threads=args.threads)
 
@@ -122,7 +132,7 @@ def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack, args.out.open("a") as file:
         shared: Server | None = None
         for name, budget in dict.fromkeys(cells):
-            method = METHODS[name]
+            method = observing(METHODS[name], args.n_recent)
             for task in suite.tasks:
                 contract = Contract(
                     suite=suite.name,
@@ -130,7 +140,7 @@ def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:
                     items=task.items,
                     context=task.context,
                     memory_budget=budget,
-                    cache=cache_settings(args.shared_prefix),
+                    cache=cache_settings(args),
                     flags=list(suite.flags),
                     decoding=task.decoding,
                     **same,
@@ -148,7 +158,7 @@ def run(suite: Suite, args: argparse.Namespace) -> list[dict[str, Any]]:
                 else:
                     if shared is None:
                         # The one that remembers most can serve all others' requests.
-                        most = METHODS["beacon+recas"]
+                        most = observing(METHODS["beacon+recas"], args.n_recent)
                         shared = stack.enter_context(serving(suite, args, most, 2048))
                     outcome = ask(shared, task, method, budget)
                 record |= {
@@ -202,6 +212,10 @@ def main() -> None:
     parser.add_argument(
         "--shared-prefix", choices=("copy", "auto"), default="copy",
         help="whether the budget counts every token, or a shared prompt at the request's share",
+    )  # fmt: skip
+    parser.add_argument(
+        "--n-recent", type=int, default=KVPolicyConfig().n_recent,
+        help="newest tokens that stay and whose queries observe; beacons take the others' places",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.jsonl")

@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.bootstrap import mean_difference, mean_ratio, paired
 from benchmarks.compare import commits
 from benchmarks.contract import require_same
+from sglang_beacon.config import KVPolicyConfig
 
 OURS = ("beacon", "recas", "beacon+recas")
 Run = Mapping[str, Any]
@@ -103,6 +104,8 @@ def title(contract: Mapping[str, Any]) -> str:
         words.append("sampled")
     if contract["cache"]["shared_prefix"] != "copy":
         words.append(f"prefix {contract['cache']['shared_prefix']}")
+    if (recent := contract["cache"]["n_recent"]) != KVPolicyConfig().n_recent:
+        words.append(f"n_recent {recent}")
     return ", ".join(words)
 
 
