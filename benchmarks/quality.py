@@ -85,10 +85,11 @@ def options_of(method: Method, budget: int | None) -> dict[str, Any]:
 def observing(method: Method, n_recent: int) -> Method:
     """A method that has as many more beacons as its recent queries are fewer than by default."""
     fewer = KVPolicyConfig().n_recent - n_recent
-    beacons = POLICIES[method.policy].defaults.get("n_beacon") if method.policy in POLICIES else None
-    if beacons is None or fewer == 0:
+    defaults = POLICIES[method.policy].defaults if method.policy in POLICIES else {}
+    if fewer == 0 or "n_beacon" not in defaults:
         return method
-    return replace(method, options={**method.options, "n_beacon": beacons + fewer})
+    beacons = defaults["n_beacon"] + fewer
+    return replace(method, options={**method.options, "n_beacon": beacons})
 
 
 def cache_settings(args: argparse.Namespace) -> dict[str, Any]:
