@@ -117,7 +117,9 @@ def quality(runs: Sequence[Run]) -> list[str]:
         if not bounded(found):
             continue
         task = contract["task"]
-        shape = ", ".join(f"{key} {value}" for key, value in task.items() if key != "name")
+        # Texts stand in the contract.
+        told = {key: value for key, value in task.items() if isinstance(value, int | float)}
+        shape = ", ".join(f"{key} {value}" for key, value in told.items())
         whole = contract["cache"]["shared_prefix"] == "copy"
         counted = "all of them" if whole else "a prompt in the prefix tree at the request's share"
         lines += [

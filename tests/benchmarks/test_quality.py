@@ -109,6 +109,13 @@ def test_published_numbers_stand_beside_ours() -> None:
     assert rows == [["none", "70.0", "-"], ["beacon", "66.0", "64.6"], ["rpc", "-", "51.3"]]
 
 
+def test_fewer_recent_queries_leave_room_for_beacons() -> None:
+    for name, expected in (("beacon", 28), ("beacon+recas", 28), ("initial_recent", 28)):
+        assert quality.observing(quality.METHODS[name], 4).options["n_beacon"] == expected
+    for name, n_recent in (("beacon", 16), ("h2o", 4), ("none", 4)):
+        assert quality.observing(quality.METHODS[name], n_recent) is quality.METHODS[name]
+
+
 def test_reasoning_needs_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
