@@ -119,14 +119,14 @@ def quality(runs: Sequence[Run]) -> list[str]:
         task = contract["task"]
         # Texts stand in the contract.
         told = {key: value for key, value in task.items() if isinstance(value, int | float)}
+        told = {**told, "items": contract["items"]["count"], "seed": contract["items"]["seed"]}
         shape = ", ".join(f"{key} {value}" for key, value in told.items())
         whole = contract["cache"]["shared_prefix"] == "copy"
         counted = "all of them" if whole else "a prompt in the prefix tree at the request's share"
         lines += [
             f"### {title(contract)}",
             "",
-            f"{shape}. {contract['items']['count']} items, seed {contract['items']['seed']}, "
-            f"temperature {contract['decoding']['temperature']}; a request sees "
+            f"{shape}, temperature {contract['decoding']['temperature']}; a request sees "
             f"{contract['context']} tokens, and the budget counts {counted}.",
             "",
         ]
