@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +47,7 @@ def compare(
     setup: Mapping[str, Any],
     servers: Mapping[str, Sequence[str]],
     measure: Callable[[Server, int], Row],
+    apart: bool = False,
 ) -> None:
     """Measure servers, given by their flags, in turns; print a table and store one JSON line.
 
@@ -62,19 +63,24 @@ def compare(
         Flags by name; ratios are to the first.
     measure : callable
         One round on one server, from a seed.
+    apart : bool
+        Start each server for its turn only, where memory does not hold all of them.
     """
     model, model_flags = _model(args.model)
     common = ("--dtype", args.dtype, "--sleep-on-idle", *model_flags)
+
+    def start(name: str) -> Server:
+        return Server(*common, *servers[name], model=model, threads=args.threads)
+
     rounds: list[dict[str, Row]] = []
     with ExitStack() as stack:
-        running = {
-            name: stack.enter_context(Server(*common, *flags, model=model, threads=args.threads))
-            for name, flags in servers.items()
-        }
-        for number in range(1 - args.warmup, args.rounds + 1):
-            row = {name: measure(server, 1000 * number + 5000) for name, server in running.items()}
-            for server in running.values():
-                server.flush()
+        running = {} if apart else {name: stack.enter_context(start(name)) for name in servers}
+        for number in range(1 if apart else 1 - args.warmup, args.rounds + 1):
+            row = {}
+            for name in servers:
+                with start(name) if apart else nullcontext(running[name]) as server:
+                    row[name] = measure(server, 1000 * number + 5000)
+                    server.flush()
             if number > 0:
                 rounds.append(row)
                 print(f"round {number}: {row}", flush=True)

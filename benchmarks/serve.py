@@ -152,10 +152,13 @@ def load(args: argparse.Namespace) -> None:
             ]  # fmt: skip
             subprocess.run(command, check=True, capture_output=True)
             result = json.loads(out.read_text().splitlines()[-1])
+        # The load generator takes an answer of no tokens for a completed request.
+        if not result["median_ttft_ms"]:
+            raise RuntimeError("The requests were not answered; --model random has no tokenizer.")
         return {name: result[name] for name in LOAD_FIGURES} | watch.row
 
     setup = {"requests": requests, "asked": asked, "said": said, "slots": slots, "budget": budget}
-    compare(args, "serve", "load", setup, servers, measure)
+    compare(args, "serve", "load", setup, servers, measure, apart=True)
 
 
 # Of what the load generator reports.
